@@ -124,6 +124,7 @@ def dense(
 SHARED = {
     "few queries": dense(1, 8, (16, 2), 64, [3000]),
     "one key head for 64": dense(3, 1, (64, 1), 128, [2500, 0, 700]),
+    "one sequence of many CTAs": dense(1, 1, (64, 1), 64, [6000]),
     "a window": dense(2, 70, (2, 2), 64, [2500, 1000], window=(1000, -1)),
     "sinks": dense(2, 130, (2, 2), 128, [1500, 1000], sinks=torch.tensor([0.5, 3.0])),
     "ALiBi": dense(2, 70, (4, 2), 64, [1500, 1000], alibi_slopes=torch.tensor([0.1, 0.5, 1.0, 0.02])),

@@ -17,6 +17,7 @@ from microsdpa.kernels.ampere.varlen import spec as kernel
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import chosen
+from microsdpa.kernels.spec import Grid, KernelSpec
 from varlen_space import Form, after_appending, appending, assert_right, call, in_one_cache
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -572,15 +573,43 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(masks: str) -> None:
     assert torch.equal(invariant(before)[0], out[:, :20])
 
 
+def few_ctas(monkeypatch: pytest.MonkeyPatch, ctas: int, abreast: int = 1) -> None:
+    """Launches so many CTAs for all keys, for each of so many neighbouring key heads."""
+
+    def grid_of(spec: KernelSpec, *_: Any) -> Grid:
+        return (ctas, 1, 1) if kernel.is_batch_invariant(spec) else (abreast, ctas, 1)
+
+    monkeypatch.setattr(kernel, "grid_of", grid_of)
+
+
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("ctas", [2, 3, 5])
 def test_parts_of_many_sequences_on_few_ctas(ctas: int, backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CTA begins with several tiles of rows, and the next CTA is ready first with parts of the last of them."""
-    monkeypatch.setattr(kernel, "grid_of", lambda *_: (ctas, 1, 1))
+    few_ctas(monkeypatch, ctas)
     lengths = [1300, 20, 1100, 700, 1500, 530]
     given = decode(lengths, [[(7 * i + b) % 200 for i in range(100)] for b in range(len(lengths))])
     assert_right(*emulated(given, backwards=backwards), given)
     assert_right(*emulated(given | {"batch_invariant": True}, backwards=backwards), given)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(("ctas", "abreast"), [(97, 1), (60, 2), (194, 1)])
+def test_more_parts_than_are_combined_at_once(
+    ctas: int, abreast: int, backwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 97 CTAs with two tiles each, one has the last part of a head, alone in its sixteen, and the next one's first.
+
+    So all have one head after the other, or every other one has the same keys of the second head.
+    """
+    monkeypatch.setattr(kernel, "grid_of", lambda *_: (abreast, ctas, 1))
+    room = kernel.workspace_bytes
+    monkeypatch.setattr(kernel, "workspace_bytes", lambda spec: room(replace(spec, max_ctas=ctas * abreast)))
+    given = decode([97 * 64 - 3], [[(7 * i) % 200 for i in range(388)]])
+    given |= {name: torch.cat((given[name], given[name].flip(0)), 2) for name in ("key", "value")}
+    one, other = emulated(given, 0, backwards), emulated(given, 1)
+    assert_right(*one, given)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -590,7 +619,7 @@ def test_short_sequences_one_after_the_other(seed: int, batch_invariant: bool, m
 
     Copies that nobody waits for are an error of the emulator.
     """
-    monkeypatch.setattr(kernel, "grid_of", lambda *_: (2, 1, 1))
+    few_ctas(monkeypatch, 2)
     lengths = [20, 40, 0, 10, 64, 0, 0, 200, 63, 5, 130, 1]
     given = decode(lengths, [[(7 * i + b) % 200 for i in range(13)] for b in range(len(lengths))])
     assert_right(*emulated(given | {"batch_invariant": batch_invariant}, seed), given)

@@ -92,7 +92,12 @@ def _eight_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert not strict
         assert target == "sm_89"
         return SimpleNamespace(
-            spec=spec, signature=spec.expression, cubin=b"cubin", symbol="kernel", resources=NO_SPILL
+            spec=spec,
+            target=target,
+            signature=spec.expression,
+            cubin=b"cubin",
+            symbol="kernel",
+            resources=NO_SPILL,
         )
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
@@ -329,7 +334,12 @@ def test_masks_beside_quantized_values_are_one_launch(monkeypatch: pytest.Monkey
         assert not strict
         assert (spec.name, target) == ("hopper/latency_8bit", "sm_90a")
         return SimpleNamespace(
-            spec=spec, signature=spec.expression, cubin=b"cubin", symbol="kernel", resources=NO_SPILL
+            spec=spec,
+            target=target,
+            signature=spec.expression,
+            cubin=b"cubin",
+            symbol="kernel",
+            resources=NO_SPILL,
         )
 
     monkeypatch.setattr(forward, "check", check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,7 @@ __all__ = ["_clean", "_four_maps", "_programmatic"]
 
 def test_loading_restores_context_and_capture_mode() -> None:
     record.capture_mode = 0
-    assert list(library.load_kernel(1, b"cubin", "kernel", 1024, 1)) == [0x3000, PRIMARY + 1]
+    assert list(library.load_kernel(1, b"cubin", "kernel", 1024, 1, -1)) == [0x3000, PRIMARY + 1]
     assert record.capture_mode == 0
 
 
@@ -51,21 +52,46 @@ def test_loading_restores_context_and_capture_mode() -> None:
 def test_a_kernel_that_does_not_load_raises_and_restores(cubin: bytes, symbol: str) -> None:
     record.capture_mode = 0
     with pytest.raises(RuntimeError, match="loading the kernel failed"):
-        library.load_kernel(0, cubin, symbol, 0, 1)
+        library.load_kernel(0, cubin, symbol, 0, 1, -1)
     assert record.capture_mode == 0
 
 
 def test_more_than_48_kb_of_shared_memory_is_asked_for() -> None:
     record.max_shared_bytes = 0
-    library.load_kernel(0, b"cubin", "kernel", 100_000, 1)
+    library.load_kernel(0, b"cubin", "kernel", 100_000, 1, -1)
     assert record.max_shared_bytes == 100_000
 
 
 @pytest.mark.parametrize(("cluster", "asked"), [(1, 0), (8, 0), (16, 1)])
 def test_a_cluster_that_not_every_gpu_runs_is_asked_for(cluster: int, asked: int) -> None:
     record.large_clusters = 0
-    library.load_kernel(0, b"cubin", "kernel", 0, cluster)
+    library.load_kernel(0, b"cubin", "kernel", 0, cluster, -1)
     assert record.large_clusters == asked
+
+
+@pytest.mark.parametrize(("wanted", "asked"), [(-1, 7), (0, 0), (51, 51)])
+def test_a_share_of_shared_memory_is_asked_for_where_there_is_a_wish(wanted: int, asked: int) -> None:
+    record.carveout = 7
+    library.load_kernel(0, b"cubin", "kernel", 0, 1, wanted)
+    assert record.carveout == asked
+
+
+@pytest.mark.parametrize(
+    ("target", "max_ctas", "share"),
+    [
+        ("sm_90a", 0, -1),  # a CTA for every tile
+        ("sm_90a", 132, -1),  # one an SM
+        ("sm_90a", 2 * 132, 44),  # 2 of 48 + 1 + 1 KB, of 228
+        ("sm_90a", 5 * 132, 100),  # more than there is
+        ("sm_89", 2 * 58, 100),  # 2 of 50 KB, of 100
+        ("compute_89", 2 * 58, 100),
+        ("sm_150", 10**6, -1),  # a chip that is not known here
+    ],
+)
+def test_kernels_of_several_ctas_an_sm_want_their_shared_memory(target: str, max_ctas: int, share: int) -> None:
+    spec = KernelSpec("test/first", "", "", (), 128, 16, shared_bytes=48 * 1024, max_ctas=max_ctas)
+    resources = replace(NO_SPILL, shared_bytes=1024)
+    assert launcher.carveout(SimpleNamespace(spec=spec, target=target, resources=resources)) == share  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -73,7 +99,9 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_kernel(spec: KernelSpec, target: str, *, strict: bool) -> SimpleNamespace:
         assert not strict
         assert target == "sm_90a"
-        return SimpleNamespace(spec=spec, signature=spec.name, cubin=b"cubin", symbol="kernel", resources=NO_SPILL)
+        return SimpleNamespace(
+            spec=spec, target=target, signature=spec.name, cubin=b"cubin", symbol="kernel", resources=NO_SPILL
+        )
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     install_allocator()

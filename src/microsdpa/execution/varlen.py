@@ -103,7 +103,7 @@ def _parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses:
         left=min(left, kernel.MOST_KEYS),
         right=0 if checked.causal else min(right, kernel.MOST_KEYS),
         appends=sequences.new_key is not None,
-        divides_keys=varlen_kernel(spec).divides_keys(spec, problem, sequences.queries(query)),
+        divides_keys=_heads_of_a_cta(spec, problem, sequences.queries(query)),
         scale_log2=checked.factor * math.log2(math.e),
         softcap_log2=(masks.softcap or 0.0) * math.log2(math.e),
     )
@@ -115,6 +115,14 @@ def _parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses:
     if masks.sinks is not None:
         (params.sink_head_stride,) = masks.sinks.stride()
     return params
+
+
+def _heads_of_a_cta(spec: KernelSpec, problem: Problem, queries: int) -> int:
+    """Key heads of which a CTA takes a part of all keys; 0 where it has a tile of queries."""
+    rules = varlen_kernel(spec)
+    if not rules.divides_keys(spec, problem, queries):
+        return 0
+    return int(max(1, problem.heads_kv // rules.grid_of(spec, problem, queries)[0]))
 
 
 def append_parameters(

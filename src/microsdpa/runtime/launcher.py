@@ -18,8 +18,9 @@ from microsdpa import runtime
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit import CompiledKernel, compile_kernel, unexcused
 from microsdpa.kernels import Grid, KernelSpec
+from microsdpa.kernels.chip import MULTIPROCESSORS, RESERVED_SHARED, chip_of
 from microsdpa.kernels.params import Params
-from microsdpa.kernels.problem import Problem, target_of, virtual
+from microsdpa.kernels.problem import Problem, capability_of, target_of, virtual
 from microsdpa.kernels.ranges import SizeRange
 from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.kernels.spec import ChangedRows
@@ -296,13 +297,27 @@ def alignment(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: 
     return int(_library.alignment(query, key, value, out))
 
 
+def carveout(kernel: CompiledKernel) -> int:
+    """The share of an SM's memory that a kernel wants as shared memory, in percent; -1 where it does not matter.
+
+    It is what the CTAs of an SM need where a launch counts on several. Without a wish, a GPU may give less, if only one
+    of them fits: what it gives depends on the kernels before.
+    """
+    spec, sm = kernel.spec, MULTIPROCESSORS.get(capability_of(kernel.target))
+    ctas = spec.max_ctas // chip_of(kernel.target).sms
+    if sm is None or ctas < 2:
+        return -1
+    own = spec.shared_bytes + kernel.resources.shared_bytes + RESERVED_SHARED
+    return min(100, -(-100 * ctas * own // sm.shared_bytes))
+
+
 def load_kernel(kernel: CompiledKernel, device: int) -> tuple[int, int]:
     """(function, context) of a kernel on a device; loaded once per process."""
     with _lock:
         handles = _loaded.get((kernel.signature, device))
         if handles is None:
             function, context = _library.load_kernel(
-                device, kernel.cubin, kernel.symbol, kernel.spec.shared_bytes, kernel.spec.cluster
+                device, kernel.cubin, kernel.symbol, kernel.spec.shared_bytes, kernel.spec.cluster, carveout(kernel)
             )
             handles = _loaded[kernel.signature, device] = int(function), int(context)
         return handles

@@ -332,6 +332,13 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
 // Tiles of rows, for each CTA that stays, up to which CTAs may share keys; as in kernels/hopper/varlen/spec.py.
 constexpr std::int64_t WAVES = 4;
 
+// Neighbouring key heads whose CTAs take the same keys side by side, as in kernels/ampere/varlen/spec.py.
+inline std::int64_t heads_abreast(std::int64_t heads_kv) {
+  std::int64_t heads = 8;
+  while (heads_kv % heads) --heads;
+  return heads;
+}
+
 // Finds the CTAs of a launch, and gives whether they take equal parts of all keys, or may; divides_keys() and grid_of()
 // of the kernels' spec.py say the same.
 inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (&ctas)[3]) {
@@ -354,6 +361,9 @@ inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (
   const bool divides_keys = (most * pack <= launch.block_m || tiles * p.heads_kv <= most_tiles) && parts <= MOST_WORK;
   ctas[0] = divides_keys || stays ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv;
   ctas[1] = ctas[2] = 1;
+  if (divides_keys && !stays) {
+    ctas[0] = static_cast<unsigned>(heads_abreast(p.heads_kv)), ctas[1] = static_cast<unsigned>(launch.ctas) / ctas[0];
+  }
   return divides_keys;
 }
 
@@ -412,7 +422,7 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const std::int64_t rotated_bytes = appends_ahead && changes_query(call.varlen) ? call.varlen.queries * row * 2 : 0;
   const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
   params.lse = reinterpret_cast<float*>(lse.address);
-  params.divides_keys = divides_keys;
+  params.divides_keys = divides_keys ? std::max(1, params.heads_kv / static_cast<int32>(ctas[0])) : 0;
   params.scale_log2 = static_cast<float>(factors.scale * LOG2_E);
   params.softcap_log2 = static_cast<float>(factors.softcap * LOG2_E);
   const CUstream stream = current_stream(call.query->device);

@@ -26,6 +26,7 @@
 #include "cache.cuh"
 #include "embedding.cuh"
 #include "masks.cuh"
+#include "parts.cuh"
 #include "rows.cuh"
 #include "scheduler.cuh"
 #include "shared.cuh"
@@ -245,27 +246,6 @@ struct Source {
   }
 };
 
-// Gives four columns of the row's O, and its statistics, of any number of parts, in their order.
-template <typename Stats, typename Values>
-__device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, Stats stats, Values values) {
-  constexpr int AT_ONCE = 8;
-  Values4 total{};
-  combined = {negative_infinity(), 0.0f};
-  for (int first = 0; first < parts; first += AT_ONCE) {
-    RowStats some;
-    const Values4 added = combine_parts<AT_ONCE>(
-        some, [&](int i) { return first + i < parts ? stats(first + i) : RowStats{negative_infinity(), 0.0f}; },
-        [&](int i) { return first + i < parts ? values(first + i) : Values4{}; });
-    const float largest = fmaxf(combined.stabilizer, some.stabilizer);
-    const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
-    const float before = ex2_approx(combined.stabilizer - stabilizer), now = ex2_approx(some.stabilizer - stabilizer);
-    combined = {largest, combined.sum * before + some.sum * now};
-#pragma unroll
-    for (int c = 0; c < 4; ++c) total.data[c] = total.data[c] * before + added.data[c] * now;
-  }
-  return total;
-}
-
 // The parameter of a kernel: without an embedding, which is void, it appends and rotates nothing. CACHE is void for
 // elements like those of queries.
 template <typename EMBEDDING, typename CACHE>
@@ -278,18 +258,6 @@ template <typename EMBEDDING, typename CACHE>
 using ParamsOf = typename Given<EMBEDDING, CACHE>::Params;
 __device__ __forceinline__ const VarlenParams& call_of(const VarlenParams& params) { return params; }
 __device__ __forceinline__ const VarlenParams& call_of(const AppendParams& params) { return params.call; }
-
-// Adds a part's four columns and statistics of a row to those of the parts before it. A part that the row does not see
-// changes no bit, and no other order of operations is allowed: parts of a fixed size give the same in every call.
-__device__ __forceinline__ void add_part(Values4& total, RowStats& combined, const Values4& values,
-                                         const RowStats& stats) {
-  const float largest = fmaxf(combined.stabilizer, stats.stabilizer);
-  const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
-  const float before = ex2_approx(combined.stabilizer - stabilizer), now = ex2_approx(stats.stabilizer - stabilizer);
-  combined = {largest, fmaf(combined.sum, before, __fmul_rn(stats.sum, now))};
-#pragma unroll
-  for (int c = 0; c < 4; ++c) total.data[c] = fmaf(total.data[c], before, __fmul_rn(values.data[c], now));
-}
 
 // Moves every row's stabilizer to its largest score. An update moves those of a warp together, when one of them is far
 // behind: after this none is, and no bit of a row depends on the others.
@@ -645,33 +613,71 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       }
       return;
     }
-    if (segment.work.parts > 1 && (SPLIT == 0 || !segment.work.alone)) {
+    // Whether this CTA is the last one of `count` that come here. A counter has two halves: the upper one counts those
+    // that have combined parts of others.
+    const auto arrives_last = [&](int counter, int count, bool combined) {
       __syncthreads();
       if (threadIdx.x == 0) {  // its fences order what the others wrote before the barrier, and read after the next
-        uint32& arrivals = params.arrivals[segment.work.owner];
+        const int shift = combined ? 16 : 0;
+        uint32& arrivals = params.arrivals[counter];
         __threadfence();
-        shared.is_last = atomicAdd(&arrivals, 1u) == static_cast<uint32>(segment.work.parts - 1);
+        const uint32 before = atomicAdd(&arrivals, 1u << shift) >> shift & 0xffffu;
         __threadfence();
-        if (shared.is_last) arrivals = 0;  // for the next launch
+        shared.is_last = before == static_cast<uint32>(count - 1);
+        if (shared.is_last) atomicAdd(&arrivals, ~(static_cast<uint32>(count) << shift) + 1u);  // for the next launch
       }
       __syncthreads();
-      if (shared.is_last) {
+      return shared.is_last;
+    };
+    if constexpr (SPLIT > 0) {
+      if (segment.work.parts > 1 && !segment.work.alone &&
+          arrives_last(segment.work.owner, segment.work.parts, false)) {
         for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
           const int r = i / UNITS, column = i % UNITS * 4;
-          const auto stats_of = [&](int part) { return *partials.stats(slot_of(part), r); };
-          const auto values_of = [&](int part) { return *partials.values(slot_of(part), r, column); };
-          RowStats stats;
-          Values4 values;
-          if constexpr (SPLIT > 0) {
-            stats = stats_of(0), values = values_of(0);
+          RowStats stats = *partials.stats(slot_of(0), r);
+          Values4 values = *partials.values(slot_of(0), r, column);
 #pragma unroll 4
-            for (int part = 1; part < segment.work.parts; ++part) {
-              add_part(values, stats, values_of(part), stats_of(part));
-            }
-          } else {
-            values = combine_many(stats, segment.work.parts, stats_of, values_of);
+          for (int part = 1; part < segment.work.parts; ++part) {
+            add_part(values, stats, *partials.values(slot_of(part), r, column), *partials.stats(slot_of(part), r));
           }
           store(r, column, values, stats);
+        }
+      }
+    } else if (segment.work.parts > 1) {
+      const int all = segment.work.parts, owner = segment.work.owner;
+      if (all <= MOST_AT_ONCE) {
+        if (arrives_last(owner, all, false)) {
+          for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
+            const int r = i / UNITS, column = i % UNITS * 4;
+            RowStats stats;
+            const Values4 values = combine_slots<1>(stats, partials, owner, 0, all, r, column);
+            store(r, column, values, stats);
+          }
+        }
+      } else {
+        const int first = segment.work.part / AHEAD_OF_ALL * AHEAD_OF_ALL, parts = min(AHEAD_OF_ALL, all - first);
+        // A CTA that has the last part of its rows may have the first one of others, which count in the same place.
+        bool goes_on = parts == 1;
+        if (!goes_on && arrives_last(owner + first, parts, false)) {
+          goes_on = true;
+          for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
+            const int r = i / UNITS, column = i % UNITS * 4;
+            RowStats stats;
+            const Values4 values = combine_slots<1>(stats, partials, owner, first, parts, r, column);
+            *partials.values(slot_of(first), r, column) = values;
+            if (column == 0) shared.stats[0][r] = stats;
+          }
+          __syncthreads();  // nobody reads the parts' statistics any more
+          for (int r = threadIdx.x; r < rows; r += C::THREADS) *partials.stats(slot_of(first), r) = shared.stats[0][r];
+        }
+        const int groups = (all + AHEAD_OF_ALL - 1) / AHEAD_OF_ALL;
+        if (goes_on && arrives_last(owner, groups, true)) {
+          for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
+            const int r = i / UNITS, column = i % UNITS * 4;
+            RowStats stats;
+            const Values4 values = combine_slots<AHEAD_OF_ALL>(stats, partials, owner, 0, groups, r, column);
+            store(r, column, values, stats);
+          }
         }
       }
     }

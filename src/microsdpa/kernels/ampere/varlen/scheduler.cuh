@@ -13,7 +13,7 @@ struct WorkTile {
   int b, head_kv, first_row;
   int first_tile, end_tile;  // of keys
   int part, parts;           // of those that share the rows; one alone stores the output
-  int owner;                 // the CTA that has the first of them
+  int owner;                 // a number for the CTA that has the first of them; others follow
   int slot;                  // of the workspace, for the first of parts of a fixed size
   bool alone;                // whether one CTA has all parts of a fixed size, and adds them one after the other
 };
@@ -21,6 +21,10 @@ struct WorkTile {
 // Every sequence has tiles of rows, these have key heads, and these have tiles of keys, all numbered one after the
 // other. With divides_keys every CTA has as many of them as any other, whoever they belong to; else a CTA has all keys
 // of one tile of rows. A warp finds its CTA's part alone: nothing is shared.
+//
+// Where CTAs divide keys, the grid is [heads, parts]: CTAs next to one another have the same keys of neighbouring
+// heads. A token's heads lie together in memory, and are read at the same time. Each CTA numbers the tiles of its heads
+// alone.
 //
 // With SPLIT, parts are of so many tiles, from key 0 on, whoever they are computed by: parts instead of tiles are
 // numbered, and shared equally. Where there are more than MOST_PARTS, which the workspace has room for, the CTA that
@@ -31,11 +35,12 @@ template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_P
 class TileScheduler {
  public:
   __device__ __forceinline__ explicit TileScheduler(const VarlenParams& params) : params_(params) {
+    const int parts = static_cast<int>(abreast() ? gridDim.y : gridDim.x);
     int total = 0;
-    for (int b = lane(); b < params.batch; b += 32) total += Extent(params, b).count();
+    for (int b = lane(); b < params.batch; b += 32) total += count(Extent(params, b));
     for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(FULL_WARP, total, offset);
-    each_ = params.divides_keys ? max(1, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x)) : 1;
-    at_ = min(total, static_cast<int>(blockIdx.x) * each_);
+    each_ = params.divides_keys ? max(1, (total + parts - 1) / parts) : 1;
+    at_ = min(total, part() * each_);
     end_ = min(total, at_ + each_);
     if constexpr (SPLIT > 0) alone_ = total > MOST_PARTS;
     if (at_ < end_) seek();
@@ -49,16 +54,16 @@ class TileScheduler {
   __device__ __forceinline__ bool next(WorkTile& work) {
     if (at_ >= max(end_, stop_)) return false;
     Extent extent(params_, sequence_);
-    while (at_ >= begin_ + extent.count()) {
-      begin_ += extent.count();
+    while (at_ >= begin_ + count(extent)) {
+      begin_ += count(extent);
       extent = Extent(params_, ++sequence_);
     }
     const int unit = (at_ - begin_) / extent.weight;  // a tile of rows of a key head
     const int unit_begin = begin_ + unit * extent.weight, unit_end = unit_begin + extent.weight;
     work.b = sequence_;
-    work.head_kv = unit % params_.heads_kv;
+    work.head_kv = unit % heads();
     // Under a causal mask the longest tiles come first.
-    work.first_row = (extent.row_tiles - 1 - unit / params_.heads_kv) * BLOCK_M;
+    work.first_row = (extent.row_tiles - 1 - unit / heads()) * BLOCK_M;
     work.owner = unit_begin / each_;
     if constexpr (SPLIT > 0) {
       fixed_part(work, extent, unit_begin);
@@ -66,9 +71,13 @@ class TileScheduler {
     }
     const int stop = min(end_, unit_end);
     work.parts = (unit_end - 1) / each_ - work.owner + 1;
-    work.part = static_cast<int>(blockIdx.x) - work.owner;
+    work.part = part() - work.owner;
     work.first_tile = extent.first_tile + (params_.divides_keys ? at_ - unit_begin : 0);
     work.end_tile = extent.first_tile + (params_.divides_keys ? stop - unit_begin : extent.tiles);
+    if (params_.divides_keys) {
+      work.head_kv = work.head_kv * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+      work.owner += static_cast<int>(blockIdx.x) * static_cast<int>(gridDim.y);
+    }
     at_ = stop;
     return true;
   }
@@ -77,13 +86,16 @@ class TileScheduler {
   static constexpr int PART_KEYS = SPLIT * TILE;
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  // Key heads that the CTA has, and which part of their keys.
+  __device__ __forceinline__ bool abreast() const { return SPLIT == 0 && params_.divides_keys; }
+  __device__ __forceinline__ int heads() const { return abreast() ? params_.divides_keys : params_.heads_kv; }
+  __device__ __forceinline__ int part() const { return static_cast<int>(abreast() ? blockIdx.y : blockIdx.x); }
 
   struct Extent {
     int row_tiles, first_tile, tiles;
     int weight;  // what a tile of rows counts
-    int heads_kv;
 
-    __device__ __forceinline__ Extent(const VarlenParams& params, int b) : heads_kv(params.heads_kv) {
+    __device__ __forceinline__ Extent(const VarlenParams& params, int b) {
       const Sequence sequence(params, b);
       row_tiles = (sequence.queries * PACK + BLOCK_M - 1) / BLOCK_M;
       // A sequence without keys has an empty tile: somebody writes its output.
@@ -92,8 +104,11 @@ class TileScheduler {
       weight = params.divides_keys ? tiles : 1;
       if constexpr (SPLIT > 0) weight = (first_tile + tiles - 1) / SPLIT - first_tile / SPLIT + 1;
     }
-    __device__ __forceinline__ int count() const { return row_tiles * heads_kv * weight; }
   };
+
+  __device__ __forceinline__ int count(const Extent& extent) const {
+    return extent.row_tiles * heads() * extent.weight;
+  }
 
   // The part of a fixed size that at_ is, and goes on from.
   __device__ __forceinline__ void fixed_part(WorkTile& work, const Extent& extent, int unit_begin) {
@@ -123,7 +138,7 @@ class TileScheduler {
   __device__ __forceinline__ void seek() {
     for (int first = 0;; first += 32) {
       const int b = first + lane();
-      const int own = b < params_.batch ? Extent(params_, b).count() : 0;
+      const int own = b < params_.batch ? count(Extent(params_, b)) : 0;
       int sum = own;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {

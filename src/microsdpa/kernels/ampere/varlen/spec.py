@@ -128,6 +128,8 @@ MOST_PARTS = 4096
 """Such parts that the workspace has room for, and CTAs share."""
 MOST_NEW_KEYS = 8
 """New keys of a sequence up to which every tile of rows rotates those that it sees; more are written ahead."""
+MOST_ABREAST = 8
+"""Key heads at most whose CTAs take the same keys side by side: more bring nothing, and leave more CTAs out."""
 FEW_KEYS = 1536
 """Keys of one sequence in 8 bits up to which tiles of 16 are faster than those of as many bytes as 16 bits have."""
 LARGE = 128
@@ -432,10 +434,16 @@ def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
     return one or ceil(queries * spec.pack / spec.block_m) * problem.heads_kv <= spec.max_ctas
 
 
+def heads_abreast(heads_kv: int) -> int:
+    """Neighbouring key heads whose CTAs take the same keys side by side: those of a token lie together in memory."""
+    return max(heads for heads in range(1, MOST_ABREAST + 1) if heads_kv % heads == 0)
+
+
 def grid_of(spec: KernelSpec, problem: Problem, queries: int) -> Grid:
     """CTAs of a launch: as many as run at a time, one for every tile of rows that there may be, or clusters."""
     if spec.cluster > 1:
         return spec.cluster, problem.heads_kv, problem.batch
     if divides_keys(spec, problem, queries):
-        return spec.max_ctas, 1, 1
+        abreast = heads_abreast(problem.heads_kv)
+        return (spec.max_ctas, 1, 1) if is_batch_invariant(spec) else (abreast, spec.max_ctas // abreast, 1)
     return (queries * spec.pack // spec.block_m + problem.batch) * problem.heads_kv, 1, 1

@@ -6,6 +6,9 @@
 
 namespace microsdpa::hopper::varlen {
 
+// Where more than MOST_AT_ONCE parts make a sum, warpgroups add some ahead of all, side by side: parts are read one
+// after the other.
+constexpr int AHEAD_OF_ALL = 8, MOST_AT_ONCE = 16;
 constexpr int MERGE = OUT_FULL;  // from this barrier on, one for every warpgroup
 
 // Whether a warpgroup's rows may see fewer tiles of keys than others' rows do.
@@ -133,43 +136,75 @@ struct Consumer
   // Leaves O and the rows' statistics in the workspace. The warpgroup that is the last one to do so goes on with the
   // sum of all parts, which are added in their order; false for the others.
   __device__ __forceinline__ bool merge(const Segment& segment, float (&sum)[2], float (&stabilizer)[2]) {
-    const Partials<C> partials(params);
-    {
-      float4* own = partials.at(segment, segment.part, warpgroup, thread, 0);
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM / 8; ++i) {
-        own[i * WARPGROUP_THREADS] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-      }
-      own[C::HEAD_DIM / 8 * WARPGROUP_THREADS] = make_float4(stabilizer[0], sum[0], stabilizer[1], sum[1]);
+    leave(segment, segment.part, sum, stabilizer);
+    if (segment.parts <= MOST_AT_ONCE) {
+      if (!arrives_last(segment.owner, segment.parts, false)) return false;
+      add<1>(segment, 0, segment.parts, sum, stabilizer);
+      return true;
     }
+    const int first = segment.part / AHEAD_OF_ALL * AHEAD_OF_ALL, parts = min(AHEAD_OF_ALL, segment.parts - first);
+    if (parts > 1) {  // a CTA that has the last part of its rows may have others' first one, which counts in its place
+      if (!arrives_last(segment.owner + first, parts, false)) return false;
+      add<1>(segment, first, parts, sum, stabilizer);
+      leave(segment, first, sum, stabilizer);
+    }
+    const int groups = (segment.parts + AHEAD_OF_ALL - 1) / AHEAD_OF_ALL;
+    if (!arrives_last(segment.owner, groups, true)) return false;
+    add<AHEAD_OF_ALL>(segment, 0, groups, sum, stabilizer);
+    return true;
+  }
+
+  // Stores O and the rows' statistics as a part of the segment's rows.
+  __device__ __forceinline__ void leave(const Segment& segment, int part, const float (&sum)[2],
+                                        const float (&stabilizer)[2]) const {
+    const Partials<C> partials(params);
+    float4* own = partials.at(segment, part, warpgroup, thread, 0);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; ++i) {
+      own[i * WARPGROUP_THREADS] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+    }
+    own[C::HEAD_DIM / 8 * WARPGROUP_THREADS] = make_float4(stabilizer[0], sum[0], stabilizer[1], sum[1]);
     __threadfence();
+  }
+
+  // Whether this warpgroup is the last one of `count` that come here. A counter has two halves: the upper one counts
+  // those that have added parts of others.
+  __device__ __forceinline__ bool arrives_last(int owner, int count, bool added) const {
     named_barrier_sync(MERGE + warpgroup, WARPGROUP_THREADS);
     if (thread == 0) {
-      uint32& arrivals = params.arrivals[segment.owner * C::CONSUMERS + warpgroup];
-      const bool is_last = atomicAdd(&arrivals, 1u) == static_cast<uint32>(segment.parts - 1);
+      uint32& arrivals = params.arrivals[owner * C::CONSUMERS + warpgroup];
+      const int shift = added ? 16 : 0;
+      const bool is_last = (atomicAdd(&arrivals, 1u << shift) >> shift & 0xffffu) == static_cast<uint32>(count - 1);
       __threadfence();
-      if (is_last) arrivals = 0;  // for the next launch
+      if (is_last) atomicAdd(&arrivals, ~(static_cast<uint32>(count) << shift) + 1u);  // for the next launch
       shared.is_last[warpgroup] = is_last;
     }
     named_barrier_sync(MERGE + warpgroup, WARPGROUP_THREADS);
-    if (!shared.is_last[warpgroup]) return false;
+    return shared.is_last[warpgroup];
+  }
+
+  // Takes the sum of so many parts from `first` on, of which every STEP-th counts, in their order.
+  template <int STEP>
+  __device__ __forceinline__ void add(const Segment& segment, int first, int parts, float (&sum)[2],
+                                      float (&stabilizer)[2]) {
+    const Partials<C> partials(params);
     const auto statistics = [&](int part) {
-      return *partials.at(segment, part, warpgroup, thread, Partials<C>::STATISTICS);
+      return *partials.at(segment, first + part * STEP, warpgroup, thread, Partials<C>::STATISTICS);
     };
     stabilizer[0] = stabilizer[1] = negative_infinity();
-    for (int part = 0; part < segment.parts; ++part) {
+    for (int part = 0; part < parts; ++part) {
       const float4 found = statistics(part);
       stabilizer[0] = fmaxf(stabilizer[0], found.x), stabilizer[1] = fmaxf(stabilizer[1], found.z);
     }
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
-    for (int part = 0; part < segment.parts; ++part) {
+    for (int part = 0; part < parts; ++part) {
       const float4 found = statistics(part);
       const float weight[2] = {ex2_approx(found.x - finite(stabilizer[0])),
                                ex2_approx(found.z - finite(stabilizer[1]))};
       sum[0] += weight[0] * found.y, sum[1] += weight[1] * found.w;
-      const float4* values = partials.at(segment, part, warpgroup, thread, 0);
+      const float4* values = partials.at(segment, first + part * STEP, warpgroup, thread, 0);
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 8; ++i) {
         const float4 four = values[i * WARPGROUP_THREADS];
@@ -177,7 +212,6 @@ struct Consumer
         o[4 * i + 2] += weight[1] * four.z, o[4 * i + 3] += weight[1] * four.w;
       }
     }
-    return true;
   }
 };
 
