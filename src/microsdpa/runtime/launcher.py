@@ -18,9 +18,9 @@ from microsdpa import runtime
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit import CompiledKernel, compile_kernel, unexcused
 from microsdpa.kernels import Grid, KernelSpec
-from microsdpa.kernels.chip import MULTIPROCESSORS, RESERVED_SHARED, chip_of
+from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.params import Params
-from microsdpa.kernels.problem import Problem, capability_of, target_of, virtual
+from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.kernels.ranges import SizeRange
 from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.kernels.spec import ChangedRows
@@ -300,15 +300,10 @@ def alignment(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: 
 def carveout(kernel: CompiledKernel) -> int:
     """The share of an SM's memory that a kernel wants as shared memory, in percent; -1 where it does not matter.
 
-    It is what the CTAs of an SM need where a launch counts on several. Without a wish, a GPU may give less, if only one
-    of them fits: what it gives depends on the kernels before.
+    A launch that counts on several CTAs an SM wants all of it. Without a wish, a GPU may give less, if only one of them
+    fits: what it gives depends on the kernels before. A wish of what they need may be rounded down.
     """
-    spec, sm = kernel.spec, MULTIPROCESSORS.get(capability_of(kernel.target))
-    ctas = spec.max_ctas // chip_of(kernel.target).sms
-    if sm is None or ctas < 2:
-        return -1
-    own = spec.shared_bytes + kernel.resources.shared_bytes + RESERVED_SHARED
-    return min(100, -(-100 * ctas * own // sm.shared_bytes))
+    return 100 if kernel.spec.max_ctas >= 2 * chip_of(kernel.target).sms else -1
 
 
 def load_kernel(kernel: CompiledKernel, device: int) -> tuple[int, int]:
