@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -303,8 +304,17 @@ def _runtime() -> ctypes.CDLL:
 
     def build(directory: Path) -> Path:
         library = directory / "runtime.so"
-        sources = [str(HERE / "runtime" / name) for name in RUNTIME_SOURCES]
-        _run([compiler(), *RUNTIME_FLAGS, *sources, "-o", str(library)], "the emulator's runtime", None)
+        units = {HERE / "runtime" / name: directory / f"{name}.o" for name in RUNTIME_SOURCES}
+
+        def compiled(source: Path) -> None:
+            command = [compiler(), *RUNTIME_FLAGS, "-c", str(source), "-o", str(units[source])]
+            _run(command, "the emulator's runtime", None)
+
+        with ThreadPoolExecutor(os.cpu_count()) as executor:
+            list(executor.map(compiled, units))
+        _run(
+            [compiler(), *RUNTIME_FLAGS, *map(str, units.values()), "-o", str(library)], "the emulator's runtime", None
+        )
         return library
 
     path = _materialize(_key(sources), build, "", {"kernel": "runtime", "sources": sources})

@@ -41,9 +41,9 @@ struct VarlenParams {
   int32 batch;
   int32 heads;
   int32 heads_kv;
-  int32 left;          // a query at key p sees keys from p - left
-  int32 right;         // to p + right
-  int32 appends;       // whether a sequence's keys are `lengths`, and behind them one for each of its queries
+  int32 left;     // a query at key p sees keys from p - left
+  int32 right;    // to p + right
+  int32 appends;  // whether a sequence's keys are `lengths`, and behind them one for each of its queries
   // Key heads of which a CTA takes a part of all keys, equal to that of others; 0 where each has a tile of queries.
   int32 divides_keys;
   float scale_log2;    // softmax scale times log2(e)
