@@ -31,6 +31,7 @@ def test_processes_time_their_first_calls_and_are_judged() -> None:
     kept: list[int] = []
     starts = (start.STARTS[0], GRADED)
     rows = start.run(CASE, keep=lambda found: kept.append(len(found)), device="cpu", starts=starts, rounds=1)
+    assert [row["reason"] for row in rows if row["status"] != "ok"] == []
     assert [(row["impl"], row["door"], row["case"], row["direction"]) for row in rows] == [
         ("microsdpa", "import microsdpa", "", "forward"),
         ("microsdpa", "requires grad", "filled cache", "forward"),
@@ -38,7 +39,6 @@ def test_processes_time_their_first_calls_and_are_judged() -> None:
         ("torch", "requires grad", "filled cache", "forward"),
         ("torch", "requires grad", "filled cache, the backward pass after it", "backward"),
     ]
-    assert [(row["status"], row["reason"]) for row in rows] == [("ok", "")] * 5
     assert all(row["median_us"] > 0 and len(row["samples_us"]) == 1 for row in rows)
     assert rows[0]["error"] is None
     assert all(row["error"]["max_abs"] is not None for row in rows[1:])
