@@ -575,11 +575,13 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(masks: str) -> None:
 
 def few_ctas(monkeypatch: pytest.MonkeyPatch, ctas: int, abreast: int = 1) -> None:
     """Launches so many CTAs for all keys, for each of so many neighbouring key heads."""
+    room = kernel.workspace_bytes
 
     def grid_of(spec: KernelSpec, *_: Any) -> Grid:
         return (ctas, 1, 1) if kernel.is_batch_invariant(spec) else (abreast, ctas, 1)
 
     monkeypatch.setattr(kernel, "grid_of", grid_of)
+    monkeypatch.setattr(kernel, "workspace_bytes", lambda spec: room(replace(spec, max_ctas=ctas * abreast)))
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -602,9 +604,7 @@ def test_more_parts_than_are_combined_at_once(
 
     So all have one head after the other, or every other one has the same keys of the second head.
     """
-    monkeypatch.setattr(kernel, "grid_of", lambda *_: (abreast, ctas, 1))
-    room = kernel.workspace_bytes
-    monkeypatch.setattr(kernel, "workspace_bytes", lambda spec: room(replace(spec, max_ctas=ctas * abreast)))
+    few_ctas(monkeypatch, ctas, abreast)
     given = decode([97 * 64 - 3], [[(7 * i) % 200 for i in range(388)]])
     given |= {name: torch.cat((given[name], given[name].flip(0)), 2) for name in ("key", "value")}
     one, other = emulated(given, 0, backwards), emulated(given, 1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import tvm_ffi
 from tvm_ffi import libinfo
 
 from microsdpa.jit.inspect import Resources
+from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.params import MaskedParams, Params
 
 KDL_CUDA, KDL_FLOAT, KDL_BFLOAT = 2, 2, 4
@@ -18,6 +20,14 @@ KDL_CUDA, KDL_FLOAT, KDL_BFLOAT = 2, 2, 4
 HISTORY, MAX_MAPS = 8, 8
 
 NO_SPILL = Resources(registers=64, shared_bytes=0, stack_bytes=0, spill_store_bytes=0, spill_load_bytes=0)
+
+
+def compiled(spec: KernelSpec, target: str) -> SimpleNamespace:
+    """What the launcher looks at of a compiled kernel; the stub driver loads its cubin."""
+    signature = f"{spec.name} {spec.expression}"
+    return SimpleNamespace(
+        spec=spec, target=target, signature=signature, cubin=b"cubin", symbol="kernel", resources=NO_SPILL
+    )
 
 
 class Launch(ctypes.Structure):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import NO_SPILL, FakeCuda, install_allocator, integer, last, record, set_integer
+from fake_cuda import FakeCuda, compiled, install_allocator, integer, last, record, set_integer
 from stub_harness import (
     ADDRESSES,
     KV,
@@ -91,14 +91,7 @@ def _eight_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def compile_kernel(spec: KernelSpec, target: str, *, strict: bool) -> SimpleNamespace:
         assert not strict
         assert target == "sm_89"
-        return SimpleNamespace(
-            spec=spec,
-            target=target,
-            signature=spec.expression,
-            cubin=b"cubin",
-            symbol="kernel",
-            resources=NO_SPILL,
-        )
+        return compiled(spec, target)
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     monkeypatch.setattr(torch, "empty_like", empty_like)
@@ -333,14 +326,7 @@ def test_masks_beside_quantized_values_are_one_launch(monkeypatch: pytest.Monkey
     def compile_kernel(spec: KernelSpec, target: str, *, strict: bool) -> SimpleNamespace:
         assert not strict
         assert (spec.name, target) == ("hopper/latency_8bit", "sm_90a")
-        return SimpleNamespace(
-            spec=spec,
-            target=target,
-            signature=spec.expression,
-            cubin=b"cubin",
-            symbol="kernel",
-            resources=NO_SPILL,
-        )
+        return compiled(spec, target)
 
     monkeypatch.setattr(forward, "check", check)
     monkeypatch.setattr(forward, "problem_of", masked_problem)

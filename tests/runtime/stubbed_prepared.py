@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import tvm_ffi
-from fake_cuda import NO_SPILL, install_allocator, integer, last, record, set_integer, tensor
+from fake_cuda import compiled, install_allocator, integer, last, record, set_integer, tensor
 from stub_harness import (
     ADDRESSES,
     KV,
@@ -87,7 +87,7 @@ def test_a_share_of_shared_memory_is_asked_for_where_there_is_a_wish(wanted: int
 )
 def test_kernels_of_several_ctas_an_sm_want_all_shared_memory(target: str, max_ctas: int, share: int) -> None:
     spec = KernelSpec("test/first", "", "", (), 128, 16, max_ctas=max_ctas)
-    assert launcher.carveout(SimpleNamespace(spec=spec, target=target)) == share  # type: ignore[arg-type]
+    assert launcher.carveout(compiled(spec, target)) == share  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -95,9 +95,7 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_kernel(spec: KernelSpec, target: str, *, strict: bool) -> SimpleNamespace:
         assert not strict
         assert target == "sm_90a"
-        return SimpleNamespace(
-            spec=spec, target=target, signature=spec.name, cubin=b"cubin", symbol="kernel", resources=NO_SPILL
-        )
+        return compiled(spec, target)
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     install_allocator()

@@ -9,9 +9,10 @@
 //           2. cp.async fills the ring, STAGES - 1 tiles ahead
 //           3. S = Q K^T by ldmatrix and mma, masks, online softmax in registers     4. O += P V
 //           The groups' parts are combined through shared memory. Where CTAs share rows, each leaves its part in the
-//           workspace, and the one that is ready last combines them, in their order. For few sequences the CTAs of a
-//           cluster share the keys of one tile of rows, turn by turn, and send one another their parts (CLUSTER > 1,
-//           sm_90): which keys they take does not depend on the lengths, so that pages are looked up before these come.
+//           workspace, and the one that is ready last combines them, in their order; many parts in two steps
+//           (parts.cuh). For few sequences the CTAs of a cluster share the keys of one tile of rows, turn by turn, and
+//           send one another their parts (CLUSTER > 1, sm_90): which keys they take does not depend on the lengths, so
+//           that pages are looked up before these come.
 //           New keys and values, where EMBEDDING is given, do not come from the cache: the CTA that reads their tile
 //           takes them from their tensors, normalizes and rotates the keys, and writes them to shared memory and to the
 //           cache. Queries are normalized and rotated on their way to shared memory. In a cluster both are asked for

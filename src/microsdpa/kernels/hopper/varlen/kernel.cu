@@ -9,7 +9,8 @@
 //   1. bulk copies fill rings of K and V tiles, in boxes of BOX_ROWS keys: those of a page, or a whole tile
 //   2. a consumer starts P V of a tile of keys and S of the next one, also of the next segment's first
 //   3. it turns the scores into probabilities while products run
-//   4. where CTAs share rows, each leaves its part in the workspace, and the one that is ready last combines them
+//   4. where CTAs share rows, each leaves its part in the workspace, and the one that is ready last combines them; many
+//      parts in two steps
 // Bound by: the tensor cores and the exponentials, as hopper/throughput; memory where few rows meet many keys.
 #include "../../ptx/address.cuh"
 #include "../../ptx/control.cuh"
