@@ -59,7 +59,6 @@ class Record(ctypes.Structure):
                 "capture_mode",
                 "max_shared_bytes",
                 "large_clusters",
-                "carveout",
                 "encoded",
                 "moved",
                 "torn",

@@ -33,7 +33,7 @@ struct StubLaunch {
 };
 
 struct StubRecord {
-  std::int64_t launches, pushes, pops, capture_mode, max_shared_bytes, large_clusters, carveout, encoded, moved, torn;
+  std::int64_t launches, pushes, pops, capture_mode, max_shared_bytes, large_clusters, encoded, moved, torn;
   StubLaunch history[HISTORY];  // launch number i, from 0, is entry i % HISTORY
 };
 
@@ -106,7 +106,6 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
 CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute attribute, int value) {
   if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) stub_record.max_shared_bytes = value;
   if (attribute == CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED) stub_record.large_clusters = value;
-  if (attribute == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT) stub_record.carveout = value;
   return CUDA_SUCCESS;
 }
 CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {

@@ -43,7 +43,7 @@ __all__ = ["_clean", "_four_maps", "_programmatic"]
 
 def test_loading_restores_context_and_capture_mode() -> None:
     record.capture_mode = 0
-    assert list(library.load_kernel(1, b"cubin", "kernel", 1024, 1, -1)) == [0x3000, PRIMARY + 1]
+    assert list(library.load_kernel(1, b"cubin", "kernel", 1024, 1)) == [0x3000, PRIMARY + 1]
     assert record.capture_mode == 0
 
 
@@ -51,43 +51,21 @@ def test_loading_restores_context_and_capture_mode() -> None:
 def test_a_kernel_that_does_not_load_raises_and_restores(cubin: bytes, symbol: str) -> None:
     record.capture_mode = 0
     with pytest.raises(RuntimeError, match="loading the kernel failed"):
-        library.load_kernel(0, cubin, symbol, 0, 1, -1)
+        library.load_kernel(0, cubin, symbol, 0, 1)
     assert record.capture_mode == 0
 
 
 def test_more_than_48_kb_of_shared_memory_is_asked_for() -> None:
     record.max_shared_bytes = 0
-    library.load_kernel(0, b"cubin", "kernel", 100_000, 1, -1)
+    library.load_kernel(0, b"cubin", "kernel", 100_000, 1)
     assert record.max_shared_bytes == 100_000
 
 
 @pytest.mark.parametrize(("cluster", "asked"), [(1, 0), (8, 0), (16, 1)])
 def test_a_cluster_that_not_every_gpu_runs_is_asked_for(cluster: int, asked: int) -> None:
     record.large_clusters = 0
-    library.load_kernel(0, b"cubin", "kernel", 0, cluster, -1)
+    library.load_kernel(0, b"cubin", "kernel", 0, cluster)
     assert record.large_clusters == asked
-
-
-@pytest.mark.parametrize(("wanted", "asked"), [(-1, 7), (0, 0), (51, 51)])
-def test_a_share_of_shared_memory_is_asked_for_where_there_is_a_wish(wanted: int, asked: int) -> None:
-    record.carveout = 7
-    library.load_kernel(0, b"cubin", "kernel", 0, 1, wanted)
-    assert record.carveout == asked
-
-
-@pytest.mark.parametrize(
-    ("target", "max_ctas", "share"),
-    [
-        ("sm_90a", 0, -1),  # a CTA for every tile
-        ("sm_90a", 132, -1),  # one an SM
-        ("sm_90a", 2 * 132, 100),
-        ("compute_89", 3 * 58, 100),
-        ("sm_89", 58, -1),
-    ],
-)
-def test_kernels_of_several_ctas_an_sm_want_all_shared_memory(target: str, max_ctas: int, share: int) -> None:
-    spec = KernelSpec("test/first", "", "", (), 128, 16, max_ctas=max_ctas)
-    assert launcher.carveout(compiled(spec, target)) == share  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -1,16 +1,20 @@
-"""NVRTC through cuda-bindings: from CUDA C++ to a cubin, with the compiler and headers of the PyPI wheels."""
+"""NVRTC: from CUDA C++ to a cubin, in a process of its own, with the compiler and headers of the PyPI wheels."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import importlib.util
+import json
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from microsdpa.errors import CompileError
+from microsdpa.jit import nvrtc_program
 from microsdpa.kernels.problem import VIRTUAL, capability_of
 
 INSTALL = "install it with pip install 'microsdpa[compiler]'; builds of torch for CUDA 13 have it already"
@@ -94,43 +98,66 @@ def check_target(name: str, target: str) -> None:
         )
 
 
+def _library() -> str:
+    """Path of NVRTC's library, which version() has loaded into this process."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    return load_nvidia_dynamic_lib("nvrtc").abs_path or "libnvrtc.so.13"
+
+
+def _interpreter() -> str | None:
+    """The Python that runs nvrtc_program.py; None in a program that has its interpreter built in."""
+    found = sys.executable or ""
+    frozen = getattr(sys, "frozen", False) or not Path(found).name.startswith(("python", "pypy"))
+    return None if frozen else found
+
+
+def _compiled(library: str, request: dict[str, Any]) -> nvrtc_program.Reply:
+    """The reply to a request, from a process of its own where there is an interpreter for one.
+
+    Raises:
+        RuntimeError: the process cannot be started, or ended without a reply.
+    """
+    interpreter = _interpreter()
+    if interpreter is None:
+        return nvrtc_program.compile_kernel(library, **request)
+    command = [interpreter, "-I", "-S", nvrtc_program.__file__, library]
+    try:
+        ended = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, check=False)
+    except OSError as error:
+        raise RuntimeError(f"{interpreter} cannot be started: {error}") from error
+    if ended.returncode:
+        last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise RuntimeError(f"its process ended with status {ended.returncode}{': ' if last else ''}{''.join(last)}")
+    header, _, code = ended.stdout.partition(b"\n")
+    failed, refused, symbol, log = json.loads(header)
+    return nvrtc_program.Reply(failed, refused, symbol, log, code)
+
+
 def compile_cubin(text: str, name: str, expression: str, target: str, flags: tuple[str, ...]) -> Cubin:
     """Compile the kernel that `expression` instantiates in the expanded source `text`; to PTX for a virtual target.
 
-    PTX ends with the zero that drivers want.
+    The code depends on nothing that this process compiled before: NVRTC runs in one of its own. PTX ends with the zero
+    that drivers want.
 
     Raises:
-        CompileError: NVRTC does not know the target, or refuses the source; its log is in the error.
+        CompileError: NVRTC does not know the target, refuses the source, or ended without an answer; its log is in the
+            error.
     """
     version()  # which says what to install where there is none
     check_target(name, target)
-    from cuda.bindings import nvrtc
-
-    def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
-        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(f"{name}: NVRTC failed for {target}: {result[0].name}", log="", source=None)
-        return result[1:]
-
     virtual = target.startswith(VIRTUAL)
     options = [f"--gpu-architecture={target}", *flags, *(f"--include-path={d}" for d in include_directories())]
     if not virtual:
         options.append("--ptxas-options=-v")
-    size_of, copy = (
-        (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if virtual else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-    )
+    request = {"text": text, "name": name, "expression": expression, "options": options, "ptx": virtual}
     start = time.perf_counter()
-    (program,) = check(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
     try:
-        check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
-        (failed,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        buffer = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))[0]
-        check(nvrtc.nvrtcGetProgramLog(program, buffer))
-        log = buffer.rstrip(b"\0").decode()
-        if failed != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(f"{name}: NVRTC refused {expression} for {target}", log=log, source=None)
-        code = b" " * check(size_of(program))[0]
-        check(copy(program, code))
-        (symbol,) = check(nvrtc.nvrtcGetLoweredName(program, expression.encode()))
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    return Cubin(code, symbol.decode(), log, time.perf_counter() - start)
+        reply = _compiled(_library(), request)
+    except RuntimeError as error:
+        raise CompileError(f"{name}: NVRTC failed for {target}: {error}", log="", source=None) from error
+    if reply.refused:
+        raise CompileError(f"{name}: NVRTC refused {expression} for {target}", log=reply.log, source=None)
+    if reply.error:
+        raise CompileError(f"{name}: NVRTC failed for {target}: {reply.error}", log=reply.log, source=None)
+    return Cubin(reply.code, reply.symbol, reply.log, time.perf_counter() - start)

@@ -12,7 +12,7 @@ from microsdpa.jit import nvrtc
 from microsdpa.jit.source import expand, tokens, toolkit_headers
 from microsdpa.kernels import KernelSpec
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 
 
 def _digest(parts: object) -> str:

@@ -386,9 +386,9 @@ std::int64_t alignment(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor
 constexpr std::int64_t PORTABLE_CLUSTER = 8;
 
 // Loads a cubin into the primary context of a device; gives {function, context}. Safe while a stream is
-// captured. `carveout` is the share of an SM's memory that the kernel wants as shared memory, in percent, or -1.
+// captured.
 ffi::Shape load_kernel(std::int64_t device, ffi::Bytes cubin, ffi::String symbol, std::int64_t shared_bytes,
-                       std::int64_t cluster, std::int64_t carveout) {
+                       std::int64_t cluster) {
   return guarded([&] {
     const Driver& d = driver();
     CUcontext context;
@@ -403,10 +403,6 @@ ffi::Shape load_kernel(std::int64_t device, ffi::Bytes cubin, ffi::String symbol
     if (result == CUDA_SUCCESS && shared_bytes > 48 * 1024) {
       result = d.function_set_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                         static_cast<int>(shared_bytes));
-    }
-    if (result == CUDA_SUCCESS && carveout >= 0) {
-      result = d.function_set_attribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-                                        static_cast<int>(carveout));
     }
     if (result == CUDA_SUCCESS && cluster > PORTABLE_CLUSTER) {
       result = d.function_set_attribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);

@@ -18,7 +18,6 @@ from microsdpa import runtime
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit import CompiledKernel, compile_kernel, unexcused
 from microsdpa.kernels import Grid, KernelSpec
-from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.params import Params
 from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.kernels.ranges import SizeRange
@@ -297,22 +296,13 @@ def alignment(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: 
     return int(_library.alignment(query, key, value, out))
 
 
-def carveout(kernel: CompiledKernel) -> int:
-    """The share of an SM's memory that a kernel wants as shared memory, in percent; -1 where it does not matter.
-
-    A launch that counts on several CTAs an SM wants all of it. Without a wish, a GPU may give less, if only one of them
-    fits: what it gives depends on the kernels before. A wish of what they need may be rounded down.
-    """
-    return 100 if kernel.spec.max_ctas >= 2 * chip_of(kernel.target).sms else -1
-
-
 def load_kernel(kernel: CompiledKernel, device: int) -> tuple[int, int]:
     """(function, context) of a kernel on a device; loaded once per process."""
     with _lock:
         handles = _loaded.get((kernel.signature, device))
         if handles is None:
             function, context = _library.load_kernel(
-                device, kernel.cubin, kernel.symbol, kernel.spec.shared_bytes, kernel.spec.cluster, carveout(kernel)
+                device, kernel.cubin, kernel.symbol, kernel.spec.shared_bytes, kernel.spec.cluster
             )
             handles = _loaded[kernel.signature, device] = int(function), int(context)
         return handles
