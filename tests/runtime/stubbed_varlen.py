@@ -295,7 +295,7 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
         compare(given, latest(AppendParams), wanted, {"call", "rotated"})
         wanted = wanted.call
     assert tuple(last().grid) == expected[-1].grid
-    divides_keys, maps = bool(wanted.divides_keys), expected[-1].spec.tensor_maps
+    divides_keys, maps = bool(wanted.part_heads), expected[-1].spec.tensor_maps
     assert bool(got.arrivals) == (divides_keys or bool(maps))
     rotated = len(expected) == 2 and given.changes_query
     assert bool(got.workspace) == (rotated or divides_keys)

@@ -27,7 +27,7 @@ class VarlenParams(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 *("page_shift", "page_size", "pages", "most_keys", "most_queries"),
-                *("batch", "heads", "heads_kv", "left", "right", "appends", "divides_keys"),
+                *("batch", "heads", "heads_kv", "left", "right", "appends", "part_heads"),
             )
         ),
         *((name, ctypes.c_float) for name in ("scale_log2", "softcap_log2")),

@@ -103,7 +103,7 @@ def _parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses:
         left=min(left, kernel.MOST_KEYS),
         right=0 if checked.causal else min(right, kernel.MOST_KEYS),
         appends=sequences.new_key is not None,
-        divides_keys=_heads_of_a_cta(spec, problem, sequences.queries(query)),
+        part_heads=_part_heads(spec, problem, sequences.queries(query)),
         scale_log2=checked.factor * math.log2(math.e),
         softcap_log2=(masks.softcap or 0.0) * math.log2(math.e),
     )
@@ -117,7 +117,7 @@ def _parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses:
     return params
 
 
-def _heads_of_a_cta(spec: KernelSpec, problem: Problem, queries: int) -> int:
+def _part_heads(spec: KernelSpec, problem: Problem, queries: int) -> int:
     """Key heads of which a CTA takes a part of all keys; 0 where it has a tile of queries."""
     rules = varlen_kernel(spec)
     if not rules.divides_keys(spec, problem, queries):

@@ -422,7 +422,7 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const std::int64_t rotated_bytes = appends_ahead && changes_query(call.varlen) ? call.varlen.queries * row * 2 : 0;
   const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
   params.lse = reinterpret_cast<float*>(lse.address);
-  params.divides_keys = divides_keys ? std::max(1, params.heads_kv / static_cast<int32>(ctas[0])) : 0;
+  params.part_heads = divides_keys ? std::max(1, params.heads_kv / static_cast<int32>(ctas[0])) : 0;
   params.scale_log2 = static_cast<float>(factors.scale * LOG2_E);
   params.softcap_log2 = static_cast<float>(factors.softcap * LOG2_E);
   const CUstream stream = current_stream(call.query->device);

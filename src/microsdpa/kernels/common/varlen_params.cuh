@@ -45,7 +45,7 @@ struct VarlenParams {
   int32 right;    // to p + right
   int32 appends;  // whether a sequence's keys are `lengths`, and behind them one for each of its queries
   // Key heads of which a CTA takes a part of all keys, equal to that of others; 0 where each has a tile of queries.
-  int32 divides_keys;
+  int32 part_heads;
   float scale_log2;    // softmax scale times log2(e)
   float softcap_log2;  // times log2(e)
 };

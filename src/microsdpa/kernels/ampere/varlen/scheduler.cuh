@@ -19,7 +19,7 @@ struct WorkTile {
 };
 
 // Every sequence has tiles of rows, these have key heads, and these have tiles of keys, all numbered one after the
-// other. With divides_keys every CTA has as many of them as any other, whoever they belong to; else a CTA has all keys
+// other. With part_heads every CTA has as many of them as any other, whoever they belong to; else a CTA has all keys
 // of one tile of rows. A warp finds its CTA's part alone: nothing is shared.
 //
 // Where CTAs divide keys, the grid is [heads, parts]: CTAs next to one another have the same keys of neighbouring
@@ -39,7 +39,7 @@ class TileScheduler {
     int total = 0;
     for (int b = lane(); b < params.batch; b += 32) total += count(Extent(params, b));
     for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(FULL_WARP, total, offset);
-    each_ = params.divides_keys ? max(1, (total + parts - 1) / parts) : 1;
+    each_ = params.part_heads ? max(1, (total + parts - 1) / parts) : 1;
     at_ = min(total, part() * each_);
     end_ = min(total, at_ + each_);
     if constexpr (SPLIT > 0) alone_ = total > MOST_PARTS;
@@ -72,9 +72,9 @@ class TileScheduler {
     const int stop = min(end_, unit_end);
     work.parts = (unit_end - 1) / each_ - work.owner + 1;
     work.part = part() - work.owner;
-    work.first_tile = extent.first_tile + (params_.divides_keys ? at_ - unit_begin : 0);
-    work.end_tile = extent.first_tile + (params_.divides_keys ? stop - unit_begin : extent.tiles);
-    if (params_.divides_keys) {
+    work.first_tile = extent.first_tile + (params_.part_heads ? at_ - unit_begin : 0);
+    work.end_tile = extent.first_tile + (params_.part_heads ? stop - unit_begin : extent.tiles);
+    if (params_.part_heads) {
       work.head_kv = work.head_kv * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
       work.owner += static_cast<int>(blockIdx.x) * static_cast<int>(gridDim.y);
     }
@@ -87,8 +87,8 @@ class TileScheduler {
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   // Key heads that the CTA has, and which part of their keys.
-  __device__ __forceinline__ bool abreast() const { return SPLIT == 0 && params_.divides_keys; }
-  __device__ __forceinline__ int heads() const { return abreast() ? params_.divides_keys : params_.heads_kv; }
+  __device__ __forceinline__ bool abreast() const { return SPLIT == 0 && params_.part_heads; }
+  __device__ __forceinline__ int heads() const { return abreast() ? params_.part_heads : params_.heads_kv; }
   __device__ __forceinline__ int part() const { return static_cast<int>(abreast() ? blockIdx.y : blockIdx.x); }
 
   struct Extent {
@@ -101,7 +101,7 @@ class TileScheduler {
       // A sequence without keys has an empty tile: somebody writes its output.
       first_tile = min(Visibility<MASKS, PACK>(sequence).first(params, 0), max(sequence.keys - 1, 0)) / TILE;
       tiles = max(1, (sequence.keys + TILE - 1) / TILE - first_tile);
-      weight = params.divides_keys ? tiles : 1;
+      weight = params.part_heads ? tiles : 1;
       if constexpr (SPLIT > 0) weight = (first_tile + tiles - 1) / SPLIT - first_tile / SPLIT + 1;
     }
   };

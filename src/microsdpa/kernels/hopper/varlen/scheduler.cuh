@@ -59,7 +59,7 @@ class Scheduler {
     }
     total_ = warp_total(tiles) * params.heads_kv;
     const int ctas = static_cast<int>(gridDim.x);
-    if (params.divides_keys) {
+    if (params.part_heads) {
       keys = warp_total(keys) * params.heads_kv;
       for (int offset = 16; offset > 0; offset /= 2)
         longest = max(longest, __shfl_xor_sync(FULL_WARP, longest, offset));
@@ -149,12 +149,12 @@ class Scheduler {
     if (b < params_.batch) {
       const RowTiles<C, MASKS, PACK> row_tiles(params_, b);
       own = row_tiles.count, tiles += own;
-      for (int tile = 0; params_.divides_keys && own <= FEW && tile < own; ++tile) {
+      for (int tile = 0; params_.part_heads && own <= FEW && tile < own; ++tile) {
         const int seen = row_tiles.key_tiles(tile);
         keys += seen, longest = max(longest, seen);
       }
     }
-    unsigned long_ones = __ballot_sync(FULL_WARP, params_.divides_keys && own > FEW);
+    unsigned long_ones = __ballot_sync(FULL_WARP, params_.part_heads && own > FEW);
     for (; long_ones != 0; long_ones &= long_ones - 1) {
       const int which = __ffs(long_ones) - 1;
       const RowTiles<C, MASKS, PACK> row_tiles(params_, first + which);
