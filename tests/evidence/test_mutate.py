@@ -90,6 +90,21 @@ def test_mutations_are_caught_survive_or_are_explained() -> None:
     assert found[2].said == "nobody sees the tile"
 
 
+@pytest.mark.parametrize(
+    ("kernel", "line"),
+    [
+        ("ampere/varlen", "cp_async_wait<AHEAD - 1>();"),
+        ("hopper/varlen", "mbarrier_wait(shared.value_arrived[stage],"),
+    ],
+)
+def test_mutations_of_packed_sequences_are_caught(kernel: str, line: str) -> None:
+    chosen = {site: name for site, name in mutate.all_sites(kernel).items() if site.text.startswith(line)}
+    first = dict([next(iter(chosen.items()))])
+    (outcome,) = mutate.outcomes(kernel, first, 2)
+    assert outcome.verdict == CAUGHT
+    assert outcome.said.startswith("VarlenCall(")
+
+
 def _all_but_one_caught(
     kernel: str, chosen: dict[Site, str], jobs: int, advance: object, log: Path | None
 ) -> list[Outcome]:

@@ -19,6 +19,7 @@ from microsdpa.call.call import mask_tensors, scales_of
 from microsdpa.call.options import Options
 from microsdpa.call.sequences import Sequences
 from microsdpa.call.tensors import output_shape
+from microsdpa.call.validate import Checked
 from microsdpa.call.validate import check as check_call
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.errors import UnsupportedProblem
@@ -268,7 +269,7 @@ def _narrow(call: VarlenCall, given: dict[str, Any], generator: torch.Generator)
         given[scale_name] = scale
 
 
-def _moved(given: dict[str, Any], device: str) -> dict[str, Any]:
+def moved(given: dict[str, Any], device: str) -> dict[str, Any]:
     """Copies of all tensors on a device: a call may write to its cache."""
     return {name: one.to(device, copy=True) if isinstance(one, torch.Tensor) else one for name, one in given.items()}
 
@@ -299,13 +300,8 @@ def run(call: VarlenCall, given: dict[str, Any], device: str) -> tuple[torch.Ten
     return result.cpu(), None if lse is None else lse.cpu()
 
 
-def chosen(call: VarlenCall, device: str) -> tuple[KernelSpec, Problem]:
-    """The kernel of attention that the library runs for a call, and the problem that the call poses.
-
-    Raises:
-        UnsupportedProblem: there is none.
-    """
-    given = _moved(tensors(call), device)
+def checked(call: VarlenCall, given: dict[str, Any], device: str) -> Checked:
+    """A call as the library has checked it; `given` is what tensors() makes of it."""
     given_sequences = {name: given[name] for name in Sequences._fields if name in given}
     given_sequences |= {"rotary_interleaved": call.interleaved, "batch_invariant": call.invariant}
     sequences = Sequences(**given_sequences)
@@ -315,9 +311,18 @@ def chosen(call: VarlenCall, device: str) -> tuple[KernelSpec, Problem]:
     scales = scales_of(None, *(given.get(name) for name in ("k_scale", "v_scale")))
     masks = mask_tensors(None, given.get("alibi_slopes"), given.get("sinks"))
     inputs = given["query"], given["key"], given["value"]
-    checked = check_call(LibraryCall(inputs, masks, scales, options, call.return_lse, None, sequences))
-    problem = problem_of(checked)
-    spec = select(problem, checked.kernel).spec
+    return check_call(LibraryCall(inputs, masks, scales, options, call.return_lse, None, sequences))
+
+
+def chosen(call: VarlenCall, device: str) -> tuple[KernelSpec, Problem]:
+    """The kernel of attention that the library runs for a call, and the problem that the call poses.
+
+    Raises:
+        UnsupportedProblem: there is none.
+    """
+    found = checked(call, moved(tensors(call), device), device)
+    problem = problem_of(found)
+    spec = select(problem, found.kernel).spec
     return (batch_invariant(problem) if call.invariant else spec), problem
 
 
@@ -328,11 +333,21 @@ def emulated_impl(impl: str) -> str:
 
 def _check(call: VarlenCall, device: str) -> Outcome:
     before = tensors(call)
-    given, again = _moved(before, device), _moved(before, device)
+    given, again = moved(before, device), moved(before, device)
     out, lse = run(call, given, device)
     with scheduled(Schedule(seed=1, late=False)):
         out_again, lse_again = run(call, again, device)
-    after = _moved(given, "cpu")
+    outcome = judged(call, before, moved(given, "cpu"), out, lse)
+    same = torch.equal(out, out_again) and (lse is None or lse_again is None or torch.equal(lse, lse_again))
+    if outcome.failure or same:
+        return outcome
+    return failed(outcome, "bits", "a second run gave other bits")
+
+
+def judged(
+    call: VarlenCall, before: dict[str, Any], after: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None
+) -> Outcome:
+    """What is wrong with a call's output and LSE, and with the cache; its tensors `before` and `after` it."""
     expected = _appended(call, before, after)
     if isinstance(expected, str):
         return failed(Outcome(call), "cache", expected)
@@ -361,10 +376,6 @@ def _check(call: VarlenCall, device: str) -> Outcome:
         error = compare.measure(lse, exact[1])
         if not error.max_abs <= allowed:
             return failed(outcome, "LSE", f"the LSE is off by {error.max_abs:.3g} at {list(error.worst)}", allowed)
-    if not torch.equal(out, out_again) or (
-        lse is not None and lse_again is not None and not torch.equal(lse, lse_again)
-    ):
-        return failed(outcome, "bits", "a second run gave other bits")
     return outcome
 
 

@@ -31,15 +31,16 @@ from microsdpa import reference
 from microsdpa.emulate import build, run
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.errors import CompileError, InvalidArgument
-from microsdpa.evidence import compare, results
+from microsdpa.evidence import compare, mutate_varlen, results
 from microsdpa.evidence.fuzz_check import merged
 from microsdpa.evidence.inputs import Case, make, make_masks, masks_of
 from microsdpa.evidence.mutate_sites import EXPLAINED, Site, sites
+from microsdpa.evidence.mutate_varlen import PackedCase
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.verify import problem_of
 from microsdpa.jit.signature import code_signature
 from microsdpa.jit.source import KERNELS_DIR
-from microsdpa.kernels import FAMILIES, KernelSpec, family_named
+from microsdpa.kernels import FAMILIES, VARLEN_FAMILIES, KernelSpec, family_named
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
 
@@ -123,15 +124,22 @@ class Outcome:
 
 def kernels() -> list[str]:
     """Names of the production kernels."""
-    return [family.name for family in FAMILIES if not family.name.startswith("ladder/")]
+    return [family.name for family in (*FAMILIES, *VARLEN_FAMILIES) if not family.name.startswith("ladder/")]
 
 
 class Trial(NamedTuple):
     """A case that a kernel computes, and how; `problem` says whether it goes on from an output of other keys."""
 
-    case: Case
+    case: Case | PackedCase
     spec: KernelSpec
     problem: Problem
+
+    @property
+    def stages(self) -> tuple[KernelSpec, ...]:
+        """All kernels that it runs."""
+        if isinstance(self.case, PackedCase):
+            return mutate_varlen.stages(self.case, self.spec, self.problem)
+        return tuple(self.spec.stages)
 
 
 def specifications(kernel: str) -> list[Trial]:
@@ -140,6 +148,8 @@ def specifications(kernel: str) -> list[Trial]:
     if family is None or kernel not in kernels():
         known = ", ".join(kernels())
         raise InvalidArgument("kernel", expected=f"one of {known}", got=repr(kernel), hint="name a production kernel")
+    if family in VARLEN_FAMILIES:
+        return [Trial(case, *how) for case in mutate_varlen.cases() for how in mutate_varlen.of(case, kernel)]
     found = []
     plain = (*((case, "") for case in CASES), *OWN_CASES.get(kernel, ()))
     continued = CONTINUED if family.continues else ()
@@ -160,6 +170,8 @@ def specifications(kernel: str) -> list[Trial]:
 def wrong(trial: Trial, root: Path, schedule: Schedule) -> str:
     """What is wrong with one case of a tree of sources; empty if nothing is."""
     case, spec, problem = trial
+    if isinstance(case, PackedCase):
+        return mutate_varlen.wrong(case, spec, problem, root, schedule)
     (query, key, value), masks = make(case), make_masks(case)
     whole = [torch.full((query.numel() + GUARD,), torch.nan, dtype=t) for t in (query.dtype, torch.float32)]
     out, lse = (t[: math.prod(s)].view(s) for t, s in zip(whole, (query.shape, query.shape[:3]), strict=True))
@@ -193,14 +205,13 @@ def tried(kernel: str, root: Path) -> tuple[str, str]:
     """The verdict on a tree of sources and what was said: by the first case that shows anything."""
     same = True
     for trial in specifications(kernel):
-        case, spec, _ = trial
         try:
-            if root != KERNELS_DIR and all(_code(stage, root) == _code(stage, KERNELS_DIR) for stage in spec.stages):
+            if root != KERNELS_DIR and all(_code(stage, root) == _code(stage, KERNELS_DIR) for stage in trial.stages):
                 continue
             same = False
             for schedule in SCHEDULES:
                 if said := wrong(trial, root, schedule):
-                    return CAUGHT, f"{case}: {said}"
+                    return CAUGHT, f"{trial.case}: {said}"
         except CompileError as error:
             return NO_PROGRAM, error.summary
     return (SAME if same else SURVIVED), ""
@@ -273,7 +284,9 @@ class Log:
 
 def tested(kernel: str) -> str:
     """Digest of all that a kernel's verdicts depend on: its code, its cases and the emulator."""
-    parts = [f"{case} {code_signature(spec, TARGET)}" for case, spec, _ in specifications(kernel)]
+    parts = [
+        f"{trial.case} {code_signature(stage, TARGET)}" for trial in specifications(kernel) for stage in trial.stages
+    ]
     parts += [str(SCHEDULES), *(path.read_text() for path in sorted(build.HERE.rglob("*")) if path.suffix in SOURCES)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -333,7 +346,7 @@ def outcomes(
 
 def all_sites(kernel: str) -> dict[Site, str]:
     """The mutations of a kernel, with their names()."""
-    stages = [stage for _, spec, _ in specifications(kernel) for stage in spec.stages]
+    stages = [stage for trial in specifications(kernel) for stage in trial.stages]
     return names(dict.fromkeys(site for stage in stages for site in sites(stage.source, KERNELS_DIR)))
 
 
@@ -396,11 +409,13 @@ def step(
 
 
 def _rows(kernel: str, found: list[Outcome]) -> list[results.Row]:
-    case = specifications(kernel)[0][0]
-    spec = select(problem_of(case, TARGET), kernel).spec  # as it is chosen, with all CTAs of a GPU
+    case, _, problem = specifications(kernel)[0]
+    spec = select(problem, kernel).spec  # as it is chosen, with all CTAs of a GPU
+    packed = {"varlen": problem.varlen, "rounded_queries": problem.seqlen_q} if isinstance(case, PackedCase) else {}
     return [
         results.row(
-            case,
+            case.call.case() if isinstance(case, PackedCase) else case,
+            **packed,
             kernel=kernel,
             code_signature=code_signature(spec, TARGET),
             target=TARGET,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from microsdpa.call.sequences import Sequences
 from microsdpa.call.validate import Checked
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution import torch_cpu
+from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.ampere.varlen import spec as kernel
 from microsdpa.kernels.problem import Problem
@@ -188,8 +190,15 @@ def lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[1] * shape[2], shape[2]) if len(shape) == 3 else (0, shape[1])
 
 
-def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Run the kernel of a call in the emulator."""
+def emulate(
+    checked: Checked,
+    problem: Problem,
+    spec: KernelSpec,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    root: Path = KERNELS_DIR,
+) -> None:
+    """Run the kernel of a call in the emulator; `root` is the tree that its source is taken from."""
     from microsdpa.emulate import run
 
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
@@ -219,6 +228,7 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
             lambda addresses: parameters(checked, problem, spec, addresses, append),
             given | sequences.appended,
             written,
+            root=root,
         )
         if changes_query:
             inputs["query"] = rotated
@@ -234,7 +244,9 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
     workspace = torch.full((varlen_kernel(spec).workspace_bytes(spec),), 0xFF, dtype=torch.uint8, device="cpu")
     arrivals = torch.zeros(COUNTERS, dtype=torch.int32, device="cpu")
     outputs |= {"workspace": workspace, "arrivals": arrivals}
-    run.one_kernel(spec, grid, lambda addresses: parameters(checked, problem, spec, addresses), inputs, outputs)
+    run.one_kernel(
+        spec, grid, lambda addresses: parameters(checked, problem, spec, addresses), inputs, outputs, root=root
+    )
     assert not arrivals.any(), "every counter is zero again after a launch"
 
 

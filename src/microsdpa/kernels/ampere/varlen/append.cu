@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(128)
   bool is_value = false, is_query = false;
   int position = 0;
   const auto find = [&]() {
+    // mutation: such a row is of no sequence
     if (row >= static_cast<int64>(params.queries) * rows || OwnChunk::column() >= HEAD_DIM) return;
     const int query = static_cast<int>(row / rows), kind = static_cast<int>(row % rows);
     const bool packed = call.query_offsets != nullptr;

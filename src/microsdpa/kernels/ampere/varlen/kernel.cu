@@ -171,6 +171,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     if constexpr (APPENDS && !AT_ONCE) {
       const int before = (loading.new_from / C::TILE - loading.first_tile) / CLUSTER;
       if (loading.new_from >= loading.end || before < AHEAD) return;
+      // mutation: the tile behind the part is another CTA's, which stores the same keys
       for (int i = before; i < loading.count; ++i) {
         OwnSource::template store_new<EMBEDDING>(nullptr, pages[0], given, loading, loading.first_key(i, group));
       }
@@ -202,6 +203,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   };
   bool more = true, is_ahead = false;  // whether there are further segments, and `loading` is one of them
   const auto go_ahead = [&]() {
+    // mutation: a segment that does not begin ahead begins behind this one
     if (QUERY_TILES<C, CLUSTER> == 1 || !more || is_ahead || loaded < loading.count) return;
     more = scheduler.next(work);
     if (!more) return;
@@ -229,6 +231,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       }
       own.store(shared.streaming, params, loading);
       first += OwnRows::AT_ONCE;
+      // mutation: a round behind the last row has none
     } while (first < OwnRows::count(params, loading));
     loading.new_from = loading.end;  // those of later tiles come from the cache: a barrier is in between
   } else if constexpr (ROTATES) {
@@ -258,6 +261,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       if (threadIdx.x == 0) {
         mbarrier_arrive_expect(shared.exchange.arrived, own_units * CLUSTER * shared.exchange.UNIT_BYTES);
       }
+      // mutation: the lanes come together for an aligned instruction, which the emulator does not ask for
       __syncwarp();
       cluster_arrive<false>();  // waited for when there is something to send
     }
@@ -304,6 +308,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     if constexpr (C::FLOWS) {
       group_sync<C::GROUP_THREADS, WARPS_N>(group);  // the group is done with its last tile
     } else {
+      // mutation: groups of copies behind the last tile are empty, and that of the rows has been waited for
       cp_async_wait<0>();
       __syncthreads();  // all groups are done with their tiles
     }
@@ -420,8 +425,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       if (threadIdx.x == 0) {  // its fences order what the others wrote before the barrier, and read after the next
         const int shift = combined ? 16 : 0;
         uint32& arrivals = params.arrivals[counter];
+        // mutation: the emulator does not model that a thread's own accesses change places
         __threadfence();
         const uint32 before = atomicAdd(&arrivals, 1u << shift) >> shift & 0xffffu;
+        // mutation: the emulator does not model that a thread's own accesses change places
         __threadfence();
         shared.is_last = before == static_cast<uint32>(count - 1);
         if (shared.is_last) atomicAdd(&arrivals, ~(static_cast<uint32>(count) << shift) + 1u);  // for the next launch
@@ -460,6 +467,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
         bool goes_on = parts == 1;
         if (!goes_on && arrives_last(owner + first, parts, false)) {
           goes_on = true;
+          // mutation: behind the last row is room of parts that have been added, or of nobody
           for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
             const int r = i / UNITS, column = i % UNITS * 4;
             RowStats stats;
@@ -468,6 +476,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
             if (column == 0) shared.stats[0][r] = stats;
           }
           __syncthreads();  // nobody reads the parts' statistics any more
+          // mutation: behind the last row is room of parts that have been added, or of nobody
           for (int r = threadIdx.x; r < rows; r += C::THREADS) *partials.stats(slot_of(first), r) = shared.stats[0][r];
         }
         const int groups = (all + AHEAD_OF_ALL - 1) / AHEAD_OF_ALL;

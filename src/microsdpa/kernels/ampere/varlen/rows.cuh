@@ -131,6 +131,7 @@ class ClusterRows {
   __device__ __forceinline__ ClusterRows(const PARAMS& append, const Segment& segment, int first) {
     const VarlenParams& params = append.call;
     const int number = first + static_cast<int>(threadIdx.x) / OwnChunk::LANES;
+    // mutation: behind the last row would be a key that is not new
     if (number >= count(params, segment)) return;
     const int behind = number - segment.rows;
     const bool is_query = behind < 0;

@@ -21,6 +21,7 @@ struct ConsumerWarpgroup {
 
   // This warp is done with a tile in shared memory.
   __device__ __forceinline__ void release(Mbarrier& done) const {
+    // mutation: where wgmma alone has read the tile, the wait for it has brought the warp together
     __syncwarp();
     if (elect_one()) mbarrier_arrive(done);
   }

@@ -78,10 +78,12 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<
         prefetch_tensor_map(value);
       }
       // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+      // mutation: the warp that describes segments has waited for that, too, and this one waits for its words
       grid_dependency_wait();
       load_keys<C, MASKS, PAGED>(shared, params, boxes_of<HEAD_DIM, 0>(key, maps...),
                                  boxes_of<HEAD_DIM, 1>(value, maps...));
     } else if (warp == 1) {
+      // mutation: the warp that describes segments has waited for that, too, and this one waits for its words
       grid_dependency_wait();
       load_queries<C, MASKS, PACK>(shared, params);
     } else if (warp == 2) {

@@ -35,6 +35,7 @@ __device__ __forceinline__ void load_tile(typename C::T* shared, const Boxes& bo
                                           const BoxPlace& place, int head_kv) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (elect_one()) mbarrier_arrive_expect(full, C::TILE_BYTES);
+  // mutation: the phase waits for that arrival, whichever copies are done before
   __syncwarp();
 #pragma unroll
   for (int i = lane; i < C::BOXES * C::PANELS; i += 32) {
@@ -55,6 +56,7 @@ __device__ __forceinline__ void load_tile(typename C::T* shared, const Boxes& bo
 // by zeros, since it may be NaN.
 template <typename C>
 __device__ __forceinline__ bool reaches_past(const Segment& segment) {
+  // mutation: in a tile that ends with the last key there is nothing to clean
   return (segment.first_tile + segment.tiles) * C::BLOCK_N > segment.keys;
 }
 // Which of the segment's tiles, in the order in which they are visited, that is.
@@ -85,6 +87,7 @@ __device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const Varlen
     for (int tile = 0; tile <= segment.tiles; ++tile) {  // K of a tile is needed before V of the one ahead of it
       const BoxPlace now = next;
       if (tile < segment.tiles) {
+        // mutation: a place behind the last tile is not used
         if (tile + 1 < segment.tiles) next = place_of(tile + 1);
         mbarrier_wait(shared.key_empty[key_state.stage], key_state.phase ^ 1);
         load_tile<C>(shared.key[key_state.stage], key, shared.key_full[key_state.stage], now, segment.head_kv);
@@ -94,6 +97,7 @@ __device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const Varlen
         mbarrier_wait(shared.value_empty[value_state.stage], value_state.phase ^ 1);
         if (PAGED && __any_sync(FULL_WARP, before.misplaced)) {
           if (elected) shared.misplaced[segments % SEGMENTS] = 1;  // whoever waits for the tile sees it
+          // mutation: the lane that writes it is the one that arrives
           __syncwarp();
         }
         Mbarrier& full =
@@ -182,6 +186,7 @@ __device__ __forceinline__ void describe_segments(SharedStorage<C>& shared, cons
       shared.misplaced[segments % SEGMENTS] = 0;
       mbarrier_arrive(shared.described[state.stage]);
     }
+    // mutation: no lane reads what another one wrote
     __syncwarp();
     if (segment.tiles == 0) {
       mbarrier_arrive(shared.query_full[state.stage]);

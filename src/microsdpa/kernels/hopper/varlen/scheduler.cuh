@@ -65,6 +65,7 @@ class Scheduler {
         longest = max(longest, __shfl_xor_sync(FULL_WARP, longest, offset));
       each_ = max((keys + ctas - 1) / ctas, LEAST_SHARE);
       const int rounds = (total_ + ctas - 1) / ctas;
+      // mutation: who computes what changes no result
       shares_ = total_ > 0 && max(longest, keys / total_ * rounds) > each_ + each_ / WORTH + SHARING_COSTS;
     }
     if (shares_) {
@@ -88,6 +89,7 @@ class Scheduler {
       segment.head_kv = place / of_head;
       int unit_begin = begin_ + segment.head_kv * of_head, tile = 0, own = 0;
       for (;; tile += 32) {  // finds the tile of rows
+        // mutation: a tile behind the last one is behind every place
         own = tile + lane() < row_tiles.count ? row_tiles.key_tiles(tile + lane()) : 0;
         const int sum = warp_prefix(own);
         const unsigned past = __ballot_sync(FULL_WARP, unit_begin + sum > at_);
@@ -210,6 +212,7 @@ class Scheduler {
   }
   // The last CTA to come here leaves the counters as they were.
   __device__ __forceinline__ void finish() const {
+    // mutation: the emulator does not model that a thread's own accesses change places
     __threadfence();
     if (atomicAdd(params_.arrivals + FINISHED, 1u) == gridDim.x - 1) {
       params_.arrivals[TAKEN] = 0, params_.arrivals[FINISHED] = 0;
