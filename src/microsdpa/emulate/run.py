@@ -553,17 +553,17 @@ def one_kernel(
     *,
     schedule: Schedule | None = None,
     count_banks: bool = False,
-    root: Path = KERNELS_DIR,
+    root: Path | None = None,
 ) -> Report:
     """Run one kernel on CPU tensors; `fill` makes its parameter of the tensors' addresses, by name.
 
     The tensors that its bulk copies read are among `inputs`, under the names that its specification has for them.
-    `root` is the tree that its source is taken from.
+    `root` is the tree that its source is taken from, if it is not the library's.
     """
     buffers = {name: (tensor, False) for name, tensor in inputs.items()}
     buffers |= {name: (tensor, True) for name, tensor in outputs.items()}
     return launch(
-        build.load(spec, root, spec.params),
+        build.load(spec, root or KERNELS_DIR, spec.params),
         fill,
         buffers,
         Shape.of(spec, grid),

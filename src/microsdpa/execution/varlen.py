@@ -17,7 +17,6 @@ from microsdpa.call.sequences import Sequences
 from microsdpa.call.validate import Checked
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution import torch_cpu
-from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.ampere.varlen import spec as kernel
 from microsdpa.kernels.problem import Problem
@@ -196,9 +195,9 @@ def emulate(
     spec: KernelSpec,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    root: Path = KERNELS_DIR,
+    root: Path | None = None,
 ) -> None:
-    """Run the kernel of a call in the emulator; `root` is the tree that its source is taken from."""
+    """Run the kernel of a call in the emulator; `root` is the tree that its source is taken from, if it is another."""
     from microsdpa.emulate import run
 
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
