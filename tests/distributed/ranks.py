@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -237,6 +238,21 @@ def absent_rank() -> None:
         raises("rank 1 of the group has not come", lambda: attention(query, key, value, group=group, enable_gqa=True))
 
 
+def groups_end() -> None:
+    """A group that is destroyed is gone, though its agreements and an output that requires grad are still there."""
+    for method in METHODS:
+        group = dist.new_group()
+        query, key, value = (shard(tensor, group).requires_grad_() for tensor in tensors(1, 16, 16))
+        out = attention(query, key, value, group=group, enable_gqa=True, method=method)
+        torch.autograd.grad(out.sum(), query, retain_graph=True)
+        reference = weakref.ref(group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        assert reference() is None, method
+        raises("the process group of this attention was destroyed", partial(torch.autograd.grad, out.sum(), query))
+
+
 DOORS = context_parallel_of_torch, context_parallel_of_diffusers
 
 
@@ -253,7 +269,7 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield f"two ranks {method} {mask}", partial(same, pair, "balanced", method, mask, (23, 50))
     for method in METHODS:
         yield f"empty ranks {method}", partial(empty_ranks, method)
-    for case in (errors, groups, lengths, explained, through_the_emulator, *DOORS, absent_rank):
+    for case in (errors, groups, lengths, explained, through_the_emulator, *DOORS, groups_end, absent_rank):
         yield case.__name__, case
 
 
@@ -272,6 +288,7 @@ def main() -> None:
             found[name] = traceback.format_exc()
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

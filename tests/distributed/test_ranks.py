@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent / "ranks.py"
 WORLD = 4
 KINDS = "same", "lengths differ", "two ranks", "empty ranks"
 SINGLE = (
-    *("errors", "groups", "lengths", "explained", "through_the_emulator", "absent_rank"),
+    *("errors", "groups", "lengths", "explained", "through_the_emulator", "groups_end", "absent_rank"),
     *("context_parallel_of_torch", "context_parallel_of_diffusers"),
 )
 

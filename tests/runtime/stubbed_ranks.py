@@ -43,7 +43,7 @@ class _Buffer(symmetric.Buffer):
     """The buffer of one of two ranks; the other's is memory of this process, too."""
 
     def __init__(self, group: dist.ProcessGroup, capacity: int, device: torch.device) -> None:
-        self.group, self.capacity, self.device = group, capacity, device
+        self.capacity, self.device = capacity, device
         self.rank, self.world, self.context = group.rank(), 2, PRIMARY
         memories = [torch.zeros(symmetric.FLAGS + capacity, dtype=torch.uint8) for _ in range(2)]
         self.memory, self.kept = memories[self.rank], memories

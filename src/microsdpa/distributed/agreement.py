@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from microsdpa.distributed.layout import Layout
 from microsdpa.distributed.model import Estimate
 from microsdpa.distributed.visible import UNBOUNDED, Piece, Visible, arguments, of_piece
+from microsdpa.errors import MicrosdpaError
 
 Method = Literal["all_gather", "ring", "heads"]
 Transport = Literal["symmetric", "collective"]
@@ -22,8 +24,9 @@ class Agreement:
     """What the ranks of a group have agreed upon for one kind of call.
 
     Attributes:
-        group: the group.
-        rank: this rank in it.
+        reference: to the group. Agreements are remembered, and a group lives no longer for it: torch joins the threads
+            of a group when it ends, and a thread of gloo that outlives the interpreter aborts the process.
+        rank: this rank in the group.
         visible: layouts and masks.
         method: how data travels.
         transport: by what.
@@ -36,7 +39,7 @@ class Agreement:
         softcap, scale: as sdpa has them.
     """
 
-    group: dist.ProcessGroup
+    reference: weakref.ReferenceType[dist.ProcessGroup]
     rank: int
     visible: Visible
     method: Method
@@ -55,6 +58,21 @@ class Agreement:
         lines = [f"method     {self.method}", f"transport  {self.transport}", f"because    {self.because}"]
         lines += [f"estimate   {estimate}" for estimate in self.estimates]
         return "\n".join(lines)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group.
+
+        Raises:
+            MicrosdpaError: it was destroyed.
+        """
+        found = self.reference()
+        if found is None:
+            raise MicrosdpaError(
+                "the process group of this attention was destroyed; compute its gradient before "
+                "torch.distributed.destroy_process_group()"
+            )
+        return found
 
     @cached_property
     def calls(self) -> tuple[Piece, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Literal, NamedTuple, cast, get_args
@@ -348,9 +349,10 @@ def choose(signatures: list[Signature], visible: Visible, group: dist.ProcessGro
     else:
         method, because = found[0].method, "it has the shortest estimate"
     by_token = all(one.by_token for one in signatures)
+    chosen = cast(Method, method), transport, by_token, problem.is_short
     return Agreement(
-        *(group, group.rank(), visible, cast(Method, method), transport, by_token, problem.is_short, device),
-        *(model.head_groups(problem), found, because, first.softcap, first.scale),
+        *(weakref.ref(group), group.rank(), visible, *chosen, device, model.head_groups(problem)),
+        *(found, because, first.softcap, first.scale),
     )
 
 

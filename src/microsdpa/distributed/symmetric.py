@@ -80,7 +80,7 @@ class Buffer:
         """Allocate on every rank and exchange addresses: a collective call of the group."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        self.group, self.capacity, self.device = group, capacity, device
+        self.capacity, self.device = capacity, device
         self.rank, self.world = group.rank(), group.size()
         size = FLAGS + capacity
         try:
