@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
+from compiled import VERIFIED, VERIFIED_TARGET, check_that_they_fit
 
 from microsdpa.evidence import verify_eight_bit, verify_quantizers
 from microsdpa.evidence.cases import verify_cases
 from microsdpa.evidence.verify import problem_of
-from microsdpa.jit import compile_kernel
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.problem import Causal, DType, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES
 from microsdpa.kernels.select import select
 
-TARGET = "sm_90a"
+
+def of_16_bits() -> set[KernelSpec]:
+    """Those of the cases in 16 bits."""
+    chosen = [select(problem_of(case, VERIFIED_TARGET), "auto").spec for case in verify_cases()]
+    return {stage for spec in chosen for stage in spec.stages}
 
 
-def failures(kernels: set[KernelSpec]) -> list[str]:
-    """What compiling them says, of those that it refuses."""
-
-    def compiled(spec: KernelSpec) -> str:
-        try:
-            compile_kernel(spec, TARGET)
-        except Exception as error:
-            return f"{spec.name} {spec.template_args}: {error}"
-        return ""
-
-    with ThreadPoolExecutor(2) as executor:
-        return [failure for failure in executor.map(compiled, kernels) if failure]
-
-
-def test_every_verify_case_has_its_kernels() -> None:
-    chosen = [select(problem_of(case, TARGET), "auto").spec for case in verify_cases()]
-    kernels = {stage for spec in chosen for stage in spec.stages}
-    assert len(kernels) > 50
-    assert failures(kernels) == []
-
-
-def test_every_verify_case_in_eight_bits_has_its_kernels() -> None:
-    kernels = set(verify_quantizers.kernels(TARGET))
+def of_8_bits() -> set[KernelSpec]:
+    """Those of the cases in 8 bits."""
     every = [(case, precision) for case in verify_eight_bit.cases() for precision in SCHEMES]
-    computed = [one for one in every if verify_eight_bit.computed_by("auto", *one, TARGET)]
-    assert len(computed) > 50
-    kernels |= {select(verify_eight_bit.problem_of(*one, TARGET), "auto").spec for one in computed}
-    assert failures(kernels) == []
+    computed = [one for one in every if verify_eight_bit.computed_by("auto", *one, VERIFIED_TARGET)]
+    problems = [verify_eight_bit.problem_of(*one, VERIFIED_TARGET) for one in computed]
+    return {*verify_quantizers.kernels(VERIFIED_TARGET), *(select(one, "auto").spec for one in problems)}
+
+
+@pytest.mark.parametrize("kernels", [of_16_bits, of_8_bits])
+def test_every_verify_case_has_its_kernels(kernels: Callable[[], set[KernelSpec]]) -> None:
+    found = kernels()
+    assert len(found) > 50
+    check_that_they_fit(found, VERIFIED_TARGET)
+
+
+def test_families_that_the_catalogue_leaves_to_these_are_here() -> None:
+    counts = Counter(spec.name for spec in of_16_bits() | of_8_bits())
+    assert {family for family in VERIFIED if counts[family] >= 3} == VERIFIED
 
 
 @pytest.mark.parametrize(
@@ -61,7 +56,8 @@ def test_every_verify_case_in_eight_bits_has_its_kernels() -> None:
 def test_latency_compiles_for_any_number_of_keys(
     dtype: DType, head_dim: int, causal: Causal | None, cluster: int
 ) -> None:
-    problems = [Problem(1, 4, 4, 512, 128 * keys - 7, head_dim, dtype, causal, target=TARGET) for keys in range(1, 17)]
+    sizes = [(1, 4, 4, 512, 128 * keys - 7, head_dim) for keys in range(1, 17)]
+    problems = [Problem(*one, dtype, causal, target=VERIFIED_TARGET) for one in sizes]
     kernels = {hopper_latency.specification(one, hopper_latency.configuration(one, cluster)) for one in problems}
     assert len(kernels) > 2
-    assert failures(kernels) == []
+    check_that_they_fit(kernels, VERIFIED_TARGET)
