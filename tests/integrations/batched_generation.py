@@ -38,10 +38,12 @@ def main() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).half().eval()
     ends = {"eos_token_id": -1, "pad_token_id": 0, "do_sample": False, "max_new_tokens": TOKENS}
     config = transformers.GenerationConfig(**ends)
+    # By default the cache and the tables take what memory there is.
+    batching = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     found = []
     for implementation in ("sdpa", "flash_attention_3"):
         model.set_attn_implementation(implementation)
-        requests = model.generate_batch(inputs=PROMPTS, generation_config=config)
+        requests = model.generate_batch(PROMPTS, config, continuous_batching_config=batching)
         found.append([request.generated_tokens for _, request in sorted(requests.items())])
     assert all(len(tokens) == TOKENS for tokens in found[0])
     assert found[0] == found[1]
