@@ -100,11 +100,10 @@ def test_candidates_are_many_and_each_once() -> None:
     assert {"decoder", "encoder", "encoder-decoder", "speech", "vision", "tower"} <= {c.family for c in found}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_result_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+def test_a_result_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends is a row, and new ones check the models after it; a scenario that eager loses is left out."""
     monkeypatch.setattr(model_processes, "WORKER", ["-c", _DYING_WORKER])
-    monkeypatch.setattr(model_processes, "number_of_processes", lambda device: processes)
+    monkeypatch.setattr(model_processes, "number_of_processes", lambda device: 2)
     step = models.step(kinds=("llama", "gpt2", "bloom", "vit"), output=tmp_path)
     assert step.status == "failed"
     stored: dict[str, Any] = results.read(next(tmp_path.rglob("models.json")))
