@@ -14,6 +14,7 @@ A marker pair looks like this, and what stands between the two is replaced:
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -38,7 +39,7 @@ from microsdpa.evidence import (
 from microsdpa.evidence.peers import PEERS, slug
 from microsdpa.evidence.plots import Plot
 from microsdpa.evidence.plots import files as plot_files
-from microsdpa.evidence.plots.charts import DRAWINGS
+from microsdpa.evidence.plots.charts import DRAWINGS, Results
 from microsdpa.evidence.signatures import is_stale
 from microsdpa.evidence.timing import ON_DEVICE
 from microsdpa.evidence.wording import case_name, provenance, quoted_us
@@ -100,10 +101,20 @@ def _plot(options: dict[str, str], directory: Path, name: str) -> tuple[str, Plo
     """The GPU and the plot that a marker names."""
     if not {"gpu", "name"} <= set(options):
         raise RenderError(f"{name}: a plot marker needs gpu= and name=, got {options}")
-    draw = DRAWINGS.get(options["name"])
-    if draw is None:
+    if options["name"] not in DRAWINGS:
         raise RenderError(f"{name}: expected a plot called {', '.join(DRAWINGS)}, got {options['name']!r}")
-    return options["gpu"], draw(plot_files.load(directory / options["gpu"]))
+    return options["gpu"], _drawn(options["name"], plot_files.state(directory / options["gpu"]))
+
+
+@functools.lru_cache(maxsize=64)
+def _drawn(plot: str, state: plot_files.State) -> Plot:
+    """Once for each state of the result files: pages are rendered, and their plots compared."""
+    return DRAWINGS[plot](_loaded(state))
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(state: plot_files.State) -> Results:
+    return plot_files.load(state.directory)
 
 
 def _plots_shown(text: str, directory: Path, name: str) -> list[tuple[str, Plot]]:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from microsdpa.evidence import results
 from microsdpa.evidence.plots.charts import Results
 from microsdpa.evidence.plots.figure import Plot
 
 FOLDER = Path("docs/plots")
+
+
+class State(NamedTuple):
+    """Which result files a directory has: their names, sizes in bytes, and times of the last change in nanoseconds."""
+
+    directory: Path
+    files: tuple[tuple[str, int, int], ...]
+
+
+def state(directory: Path) -> State:
+    """What lies in the directory of one GPU now."""
+    found = [(path.name, path.stat()) for path in sorted(directory.glob("*.json"))]
+    return State(directory, tuple((name, of.st_size, of.st_mtime_ns) for name, of in found))
 
 
 def load(directory: Path) -> Results:
