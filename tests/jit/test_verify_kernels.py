@@ -11,7 +11,7 @@ from compiled import VERIFIED, VERIFIED_TARGET, check_that_they_fit
 from microsdpa.evidence import verify_eight_bit, verify_quantizers
 from microsdpa.evidence.cases import verify_cases
 from microsdpa.evidence.verify import problem_of
-from microsdpa.kernels import KernelSpec
+from microsdpa.kernels import KernelSpec, catalogue
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.problem import Causal, DType, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES
@@ -39,9 +39,11 @@ def test_every_verify_case_has_its_kernels(kernels: Callable[[], set[KernelSpec]
     check_that_they_fit(found, VERIFIED_TARGET)
 
 
-def test_families_that_the_catalogue_leaves_to_these_are_here() -> None:
-    counts = Counter(spec.name for spec in of_16_bits() | of_8_bits())
-    assert {family for family in VERIFIED if counts[family] >= 3} == VERIFIED
+def test_families_that_the_catalogue_leaves_to_these_have_more_kernels_here() -> None:
+    found = of_16_bits() | of_8_bits()
+    counts, asked = (Counter(spec.name for spec in specs) for specs in (found, catalogue(VERIFIED_TARGET)))
+    assert [family for family in VERIFIED if counts[family] < max(3, asked[family] / 3)] == []
+    assert {dict(spec.template_args)["T"] for spec in found if spec.name == "ampere/mma"} == {"__half", "__nv_bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ class Agreement:
     """What the ranks of a group have agreed upon for one kind of call.
 
     Attributes:
-        reference: to the group. Agreements are remembered, and a group lives no longer for it: torch joins the threads
-            of a group when it ends, and a thread of gloo that outlives the interpreter aborts the process.
+        reference: to the group. It is weak, as agreements are remembered: a group ends when it is destroyed, and torch
+            joins its threads. One of gloo's that outlives the interpreter would abort the process.
         rank: this rank in the group.
         visible: layouts and masks.
         method: how data travels.

@@ -108,7 +108,7 @@ def _plot(options: dict[str, str], directory: Path, name: str) -> tuple[str, Plo
 
 @functools.lru_cache(maxsize=64)
 def _drawn(plot: str, state: plot_files.State) -> Plot:
-    """Once for each state of the result files: pages are rendered, and their plots compared."""
+    """The plot of these result files. Pages ask for it twice: for its caption, and to compare its data."""
     return DRAWINGS[plot](_loaded(state))
 
 
