@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 import microsdpa
 from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.varlen import spec
+from microsdpa.kernels.problem import Problem
 from varlen_space import Form, assert_right, call, in_one_cache, offsets
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -56,13 +60,13 @@ def test_any_call(name: str, seed: int) -> None:
 def in_pages(given: dict[str, Any], page: int, rest: float = torch.nan) -> dict[str, Any]:
     """A call of dense keys with these in shuffled pages; `rest` is what memory holds that no sequence uses."""
     key, lengths = given["key"], given["lengths"].tolist()
-    batch, longest, heads_kv, head_dim = key.shape
+    batch, longest, heads_kv, _ = key.shape
     width = -(-longest // page) + 1
     pages = batch * width + 3
     table = torch.randperm(pages, generator=torch.Generator().manual_seed(page))[: batch * width].view(batch, width)
     found = {}
     for name in ("key", "value"):
-        cache = torch.full((pages, page, heads_kv, head_dim), rest, dtype=key.dtype)
+        cache = torch.full((pages, page, heads_kv, given[name].shape[-1]), rest, dtype=key.dtype)
         for b, length in enumerate(lengths):
             place = torch.arange(length)
             cache[table[b, place // page], place % page] = given[name][b, :length]
@@ -110,12 +114,18 @@ def test_packed_keys_of_others_may_be_anything() -> None:
 
 
 def dense(
-    batch: int, queries: int, heads: tuple[int, int], head_dim: int, lengths: list[int], **masks: Any
+    batch: int,
+    queries: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    lengths: list[int],
+    value_dim: int = 0,
+    **masks: Any,
 ) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(queries)
+    generator, cached = torch.Generator().manual_seed(queries), (batch, max(lengths), heads[1])
     query, *cache = (
         torch.randn(shape, generator=generator).to(BF16)
-        for shape in ((batch, queries, heads[0], head_dim), *((batch, max(lengths), heads[1], head_dim),) * 2)
+        for shape in ((batch, queries, heads[0], head_dim), (*cached, head_dim), (*cached, value_dim or head_dim))
     )
     inputs = dict(zip(("query", "key", "value"), (query, *cache), strict=True))
     return {**inputs, "lengths": torch.tensor(lengths, dtype=torch.int32), "causal": True, **masks}
@@ -138,6 +148,70 @@ def test_ctas_share_long_keys_and_give_the_same_bits_in_any_order(name: str) -> 
     assert_right(*one, given)
     for other in (emulated(given, 1), emulated(given, 1, backwards=True)):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+CLUSTERS = [(2, False), (4, False), (8, False), (4, True), (16, True)]
+OF_CLUSTERS = {
+    "D = 128": dense(3, 1, (64, 1), 128, [900, 0, 70]),
+    "D = 48": in_pages(dense(2, 1, (64, 1), 48, [700, 1]), 16),
+    "D = 72, V of 40": in_pages(dense(2, 1, (80, 2), 72, [300, 650], value_dim=40), 8),
+    "several queries": in_pages(dense(2, 15, (8, 2), 128, [800, 9]), 64),
+    "no mask": dense(2, 16, (4, 1), 64, [390, 500]) | {"causal": False},
+    "window": dense(2, 16, (8, 2), 64, [900, 300], window=(200, -1), sinks=torch.arange(8.0)),
+    "all masks": in_pages(
+        dense(1, 20, (4, 2), 64, [600], window=(300, 2), softcap=5.0, alibi_slopes=torch.full((4,), 0.2)), 16
+    )
+    | {"causal": False},
+}
+
+
+def in_clusters(monkeypatch: pytest.MonkeyPatch, cluster: int, wide: bool) -> None:
+    monkeypatch.setattr(spec, "SHARING", (spec.Sharing(1000, cluster, 10**6, wide),))
+
+
+@pytest.mark.parametrize(("cluster", "wide"), CLUSTERS)
+@pytest.mark.parametrize("name", OF_CLUSTERS)
+def test_clusters_share_keys(name: str, cluster: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_clusters(monkeypatch, cluster, wide)
+    given = OF_CLUSTERS[name]
+    found = microsdpa.explain_varlen(**given, impl="emulate:hopper/varlen").spec
+    assert found is not None
+    assert (found.cluster, dict(found.template_args)["BLOCK_N"]) == (cluster, "128" if wide else "64")
+    one = emulated(given, 0)
+    assert_right(*one, given)
+    for other in (emulated(given, 1), emulated(given, 1, backwards=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_a_page_that_the_cache_lacks_gives_nan_in_clusters(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_clusters(monkeypatch, 4, False)
+    given = in_pages(dense(2, 1, (64, 1), 64, [500, 300]), 16, rest=0.0)
+    expected = emulated(given)
+    assert_right(*expected, given)
+    given["page_table"][0, 2] = wrong
+    out, lse = emulated(given)
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert torch.equal(out[1], expected[0][1])
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "keys", "tiles"),
+    [
+        *((1, 4, 16384, (16, 128)), (1, 4, 16385, (1, 64)), (1, 5, 16384, (8, 128)), (12, 1, 2, (8, 128))),
+        *((13, 1, 8192, (4, 128)), (28, 1, 8193, (1, 64)), (29, 1, 8192, (4, 64)), (7, 8, 8192, (4, 64))),
+        *((57, 1, 4096, (2, 64)), (128, 1, 4096, (2, 64)), (128, 1, 4097, (1, 64)), (129, 1, 16, (1, 64))),
+    ],
+)
+def test_how_many_ctas_share_a_sequence(batch: int, heads_kv: int, keys: int, tiles: tuple[int, int]) -> None:
+    problem = Problem(batch, 64 * heads_kv, heads_kv, 1, keys, 128, "bfloat16", target="sm_90a", varlen=16)
+    found = spec.tiles_of(problem)
+    assert (found.cluster, found.block_n) == tiles
+    assert batch * heads_kv * found.cluster <= found.resident * chip_of("sm_90a").sms or found.cluster == 1
+    assert (spec.tiles_of(replace(problem, packed_queries=True)) == found) == (batch == 1 or found.cluster == 1)
+    for more in ({"seqlen_q": 2}, {"head_dim": 136}):
+        assert spec.tiles_of(replace(problem, **more)).cluster == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [-1, 10**6, -(2**31)])

@@ -13,6 +13,7 @@ from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence.fuzz_varlen import VarlenCall, check
 from microsdpa.execution import choice
 from microsdpa.execution.varlen import COUNTERS
+from microsdpa.kernels import policy
 from microsdpa.kernels.ampere.varlen import spec as kernel
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import Problem
@@ -387,7 +388,8 @@ def test_how_many_ctas_share_a_sequence(sequences: int, heads_kv: int, keys: int
     tiling = kernel.tiling_of(problem)
     assert (tiling.cluster, tiling.threads // 32) == (cluster, warps)
     assert sequences * heads_kv * cluster <= 2 * chip_of("sm_90a").sms
-    assert chosen(problem).name == ("ampere/varlen" if heads == 32 or cluster > 1 else "hopper/varlen")
+    is_small = heads == 32 or (cluster > 1 and keys <= policy.MOST_KEYS_OF_MMA)
+    assert chosen(problem).name == ("ampere/varlen" if is_small else "hopper/varlen")
     assert kernel.tiling_of(replace(problem, batch=133)).cluster == 1
     assert (kernel.tiling_of(replace(problem, packed_queries=True)) == tiling) == (sequences == 1 or cluster == 1)
     assert kernel.tiling_of(replace(problem, target="sm_89")).cluster == 1

@@ -38,6 +38,8 @@ WIDEST_HALF_EMPTY = 160
 """D up to which tiles of wgmma that are less than half full are as fast as ampere/mma, with few heads and keys."""
 MOST_ROWS_OF_MMA = 32
 """Rows of a sequence and key head up to which ampere/varlen decodes as fast as memory allows."""
+MOST_KEYS_OF_MMA = 2048
+"""Keys of few sequences up to which clusters of ampere/varlen are as fast as those of hopper/varlen, or faster."""
 WIDEST_NARROW = 128
 """D up to which hopper/latency computes as well."""
 MOST_KEYS_OF_GENERAL, MOST_KEYS_OF_DOCUMENTS = 1024, 3072
@@ -465,13 +467,15 @@ def _packed_rows(problem: Problem) -> int:
 def _other_than_hopper_varlen(problem: Problem) -> Rejection:
     return Rejection(
         f"{_packed_rows(problem)} rows of a sequence and key head do not fill its tiles of {TILE}, or clusters share "
-        "the keys of so few sequences: ampere/varlen is faster",
-        "more queries of a sequence, more query heads of a key head, or more sequences",
+        "the few keys of so few sequences: ampere/varlen is faster",
+        "more queries of a sequence, more query heads of a key head, more keys, or more sequences",
     )
 
 
 def _is_for_ampere_varlen(problem: Problem) -> bool:
-    return _packed_rows(problem) <= MOST_ROWS_OF_MMA or ampere_varlen.is_shared(problem)
+    if _packed_rows(problem) <= MOST_ROWS_OF_MMA:
+        return True
+    return ampere_varlen.is_shared(problem) and problem.seqlen_k <= MOST_KEYS_OF_MMA
 
 
 class Rule(NamedTuple):

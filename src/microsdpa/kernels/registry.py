@@ -380,9 +380,12 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
         if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
             specs[found] = None
     layouts = cycle(((16, "bfloat16"), (0, "float16"), (64, "bfloat16"), (8, "float16")))
-    for head_dim, (heads_kv, queries) in product(hopper_varlen.TILES, ((1, 1), (1, 4), (8, 512))):
+    forms = ((300, 1, 2), (8, 1, 2), (120, 1, 2), (8, 1, 4), (8, 8, 512))  # sequences, key heads, queries
+    for head_dim, (batch, heads_kv, queries) in product(hopper_varlen.TILES, forms):
+        if batch != 8 and head_dim > hopper_varlen.LARGEST_OF_FEW:
+            continue  # its tiles are the same
         page, dtype = next(layouts)
-        sizes = 8, 32, heads_kv, queries, 4096, head_dim, dtype
+        sizes = batch, 32, heads_kv, queries, 4096, head_dim, dtype
         problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
         if isinstance(found := hopper_varlen.forward(problem), KernelSpec):
             specs[found] = None

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 
 #include "arrivals.h"
@@ -23,11 +24,26 @@ struct Sharing {
 };
 constexpr Sharing SHARING[] = {{15, 8192, 0}, {30, 2048, 0}, {66, 4096, 257}, {132, 1024, 0}};
 
+// The same for kernels/hopper/varlen/spec.py, and a number of keys at which sequences of more rows have another kernel:
+// MOST_KEYS_OF_MMA of kernels/policy.py.
+constexpr Sharing SHARING_OF_HOPPER[] = {{4, 16384, 0}, {12, 16384, 0}, {28, 8192, 0}, {56, 8192, 0}, {128, 4096, 0}};
+constexpr std::int64_t MOST_KEYS_OF_MMA = 2048;
+
 constexpr std::int64_t FEWEST_NARROW_KEYS = 128, MOST_FEW_KEYS = 512;
 
-// A number for calls whose tiles are the same as far as batch size and keys decide; 0 for few sequences of which no
-// clusters share keys.
-inline std::int64_t sharing_of(std::int64_t batch, std::int64_t heads_kv, std::int64_t most_keys) {
+// A number for calls of which hopper/varlen has the same tiles as far as batch size and keys decide; 0 without
+// clusters.
+inline std::int64_t sharing_of_hopper(std::int64_t batch, std::int64_t heads_kv, std::int64_t most_keys) {
+  std::int64_t number = 1;
+  for (const Sharing& each : SHARING_OF_HOPPER) {
+    if (batch * heads_kv <= each.units) return most_keys <= each.keys ? number : 0;
+    ++number;
+  }
+  return 0;
+}
+
+// The same for ampere/varlen; 0 for few sequences of which no clusters share keys.
+inline std::int64_t sharing_of_ampere(std::int64_t batch, std::int64_t heads_kv, std::int64_t most_keys) {
   std::int64_t number = 1;
   for (const Sharing& each : SHARING) {
     if (batch * heads_kv <= each.units) {
@@ -38,6 +54,14 @@ inline std::int64_t sharing_of(std::int64_t batch, std::int64_t heads_kv, std::i
     number += 8;
   }
   return number + (most_keys > FEWEST_NARROW_KEYS) + (most_keys > MOST_FEW_KEYS);
+}
+
+// A number for calls whose tiles are the same as far as batch size and keys decide.
+inline std::int64_t sharing_of(std::int64_t batch, std::int64_t heads_kv, std::int64_t most_keys) {
+  constexpr std::int64_t NUMBERS_OF_HOPPER = std::size(SHARING_OF_HOPPER) + 1;
+  const std::int64_t number =
+      sharing_of_ampere(batch, heads_kv, most_keys) * NUMBERS_OF_HOPPER + sharing_of_hopper(batch, heads_kv, most_keys);
+  return 2 * number + (batch * heads_kv <= std::end(SHARING)[-1].units && most_keys > MOST_KEYS_OF_MMA);
 }
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.

@@ -1,6 +1,7 @@
 // What a consumer warpgroup of hopper/varlen/kernel.cu does with its 64 rows of each segment.
 #pragma once
 
+#include "../../ptx/cluster.cuh"
 #include "../common/main_loop.cuh"
 #include "masks.cuh"
 
@@ -15,9 +16,9 @@ constexpr int MERGE = OUT_FULL;  // from this barrier on, one for every warpgrou
 template <typename C, typename MASKS>
 constexpr bool SKIPS = MASKS::RIGHT && !MASKS::BACKWARDS && C::CONSUMERS > 1;
 
-template <typename C, bool OVERLAP, typename MASKS, int PACK, int VALUE_DIM>
+template <typename C, bool OVERLAP, typename MASKS, int PACK, int VALUE_DIM, int CLUSTER>
 struct Consumer
-    : MainLoop<Consumer<C, OVERLAP, MASKS, PACK, VALUE_DIM>, SharedStorage<C>, C, OVERLAP, SKIPS<C, MASKS>> {
+    : MainLoop<Consumer<C, OVERLAP, MASKS, PACK, VALUE_DIM, CLUSTER>, SharedStorage<C>, C, OVERLAP, SKIPS<C, MASKS>> {
   using Loop = MainLoop<Consumer, SharedStorage<C>, C, OVERLAP, SKIPS<C, MASKS>>;
   using Loop::all_tiles, Loop::o, Loop::query_state, Loop::rows, Loop::shared, Loop::skipped, Loop::tile, Loop::tiles,
       Loop::works;
@@ -79,8 +80,19 @@ struct Consumer
       sum[half] = misplaced ? __uint_as_float(0x7fffffffu) : quad_sum(done.sum[half]);
       stabilizer[half] = done.stabilizer[half] * Loop::scale_of(half);
     }
-    if (segment.parts > 1 && !merge(segment, sum, stabilizer)) return;
-    float inverse[2];
+    if constexpr (CLUSTER > 1) {
+      leave_in_cluster(sum, stabilizer);
+    } else {
+      if (segment.parts > 1 && !merge(segment, sum, stabilizer)) return;
+      float inverse[2];
+      normalize(segment, sum, stabilizer, inverse);
+      store(segment, inverse);
+    }
+  }
+
+  // Finds what O is to be multiplied by, once all keys and sinks are counted, and writes LSE.
+  __device__ __forceinline__ void normalize(const Segment& segment, float (&sum)[2], float (&stabilizer)[2],
+                                            float (&inverse)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own_row = ROWS * warpgroup + tile_row(half), row = segment.first_row + own_row;
@@ -91,12 +103,11 @@ struct Consumer
         sum[half] = sum[half] * own + ex2_approx(sink - finite(larger)), stabilizer[half] = larger;
       }
       inverse[half] = own * normalizer(sum[half]);
-      if (params.lse != nullptr && own_row < segment.rows && thread % 4 == 0) {
+      if (params.lse != nullptr && own_row < segment.rows && thread % 4 == 0 && (CLUSTER == 1 || segment.part == 0)) {
         const Strides strides{params.lse_batch_stride, params.lse_head_stride, 1};
         params.lse[offset(segment, row, strides)] = log_sum_exp(stabilizer[half], sum[half]);
       }
     }
-    store(segment, inverse);
   }
 
   __device__ __forceinline__ static int64 offset(const Segment& segment, int row, const Strides& strides) {
@@ -133,6 +144,73 @@ struct Consumer
       // mutation: it holds back the compiler, and does nothing when the kernel runs
       __syncwarp();
     }
+  }
+
+  // O as its threads hold it, in place of keys, and the rows' statistics, in place of values: this thread's.
+  __device__ __forceinline__ float4* of_cluster(int four) const {
+    static_assert(CLUSTER == 1 || C::CONSUMERS == 1, "what one warpgroup leaves fits the ring of keys");
+    static_assert(C::STAGES >= 2 && C::BLOCK_N >= ROWS, "what one warpgroup leaves fits the ring of keys");
+    return reinterpret_cast<float4*>(shared.key[0]) + four * WARPGROUP_THREADS + thread;
+  }
+  __device__ __forceinline__ float4* statistics_of_cluster() const {
+    return reinterpret_cast<float4*>(shared.value[0]) + thread;
+  }
+  // Leaves them where the cluster's CTAs find them.
+  __device__ __forceinline__ void leave_in_cluster(const float (&sum)[2], const float (&stabilizer)[2]) const {
+    named_barrier_sync(MERGE, WARPGROUP_THREADS);  // products have read keys and values
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; ++i) {
+      *of_cluster(i) = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+    }
+    *statistics_of_cluster() = make_float4(stabilizer[0], sum[0], stabilizer[1], sum[1]);
+  }
+
+  // Adds what the cluster's CTAs have left, in their order, and writes some columns of O.
+  __device__ __forceinline__ void add_parts_of_cluster() {
+    const Segment& segment = shared.segment[0];
+    if (works == 0) {  // there were no keys for this CTA
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
+      leave_in_cluster({0.0f, 0.0f}, {negative_infinity(), negative_infinity()});
+    }
+    cluster_arrive();
+    cluster_wait();
+    float weight[CLUSTER][2], sum[2] = {0.0f, 0.0f}, stabilizer[2] = {negative_infinity(), negative_infinity()};
+    float4 found[CLUSTER];
+#pragma unroll
+    for (int part = 0; part < CLUSTER; ++part) {
+      found[part] = load_peer4(peer_address(statistics_of_cluster(), part));
+      stabilizer[0] = fmaxf(stabilizer[0], found[part].x), stabilizer[1] = fmaxf(stabilizer[1], found[part].z);
+    }
+#pragma unroll
+    for (int part = 0; part < CLUSTER; ++part) {
+      weight[part][0] = ex2_approx(found[part].x - finite(stabilizer[0]));
+      weight[part][1] = ex2_approx(found[part].z - finite(stabilizer[1]));
+      sum[0] += weight[part][0] * found[part].y, sum[1] += weight[part][1] * found[part].w;
+    }
+    float inverse[2];
+    normalize(segment, sum, stabilizer, inverse);
+    for (int i = segment.part; i < VALUE_DIM / 8; i += CLUSTER) {
+      float4 four[CLUSTER];
+#pragma unroll
+      for (int part = 0; part < CLUSTER; ++part) four[part] = load_peer4(peer_address(of_cluster(i), part));
+      float total[4] = {};
+#pragma unroll
+      for (int part = 0; part < CLUSTER; ++part) {
+        total[0] += weight[part][0] * four[part].x, total[1] += weight[part][0] * four[part].y;
+        total[2] += weight[part][1] * four[part].z, total[3] += weight[part][1] * four[part].w;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (tile_row(half) >= segment.rows) continue;
+        T* out = static_cast<T*>(params.out) + offset(segment, tile_row(half), params.out_strides);
+        *reinterpret_cast<uint32*>(out + 8 * i + thread % 4 * 2) =
+            pack<T>(total[2 * half] * inverse[half], total[2 * half + 1] * inverse[half]);
+      }
+    }
+    // A CTA's shared memory stays until all have read it.
+    cluster_arrive();
+    cluster_wait();
   }
 
   // Leaves O and the rows' statistics in the workspace. The warpgroup that is the last one to do so goes on with the
@@ -203,6 +281,7 @@ struct Consumer
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
+#pragma unroll 1
     for (int part = 0; part < parts; ++part) {
       const float4 found = statistics(part);
       const float weight[2] = {ex2_approx(found.x - finite(stabilizer[0])),

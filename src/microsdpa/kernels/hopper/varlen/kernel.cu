@@ -10,7 +10,7 @@
 //   2. a consumer starts P V of a tile of keys and S of the next one, also of the next segment's first
 //   3. it turns the scores into probabilities while products run
 //   4. where CTAs share rows, each leaves its part in the workspace, and the one that is ready last combines them; many
-//      parts in two steps
+//      parts in two steps. Those of a cluster leave them in shared memory, and each combines some columns
 // Bound by: the tensor cores and the exponentials, as hopper/throughput; memory where few rows meet many keys.
 #include "../../ptx/address.cuh"
 #include "../../ptx/control.cuh"
@@ -31,16 +31,20 @@ template <int CONSUMERS>
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 1   ? 56
                                    : CONSUMERS == 2 ? 40
                                                     : 32;
-template <int CONSUMERS>
-constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1;  // CTAs of an SM
+template <int CONSUMERS, int BLOCK_N>
+constexpr int RESIDENT = CONSUMERS == 1 && BLOCK_N == 64 ? 2 : 1;  // CTAs of an SM
+// Whether they do: 256 threads that have an SM for themselves have all registers that instructions can name.
+template <int CONSUMERS, int BLOCK_N>
+constexpr bool SHARES_OUT = CONSUMERS > 1 || RESIDENT<CONSUMERS, BLOCK_N> > 1;
 
+// CLUSTER: CTAs that share the keys of a sequence's only tile of rows, or 1: then lengths say which keys CTAs share.
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: as in hopper/throughput.
 // VALUE_DIM, QUERY_DIM: columns of V and O, and of Q and K, at most HEAD_DIM; the others are zeros. MAPS: further
 // tensor maps, of the tails of K and V.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, int PACK,
-          int BOX_ROWS, bool PAGED, typename MASKS, int VALUE_DIM = HEAD_DIM, int QUERY_DIM = HEAD_DIM,
+          int BOX_ROWS, bool PAGED, int CLUSTER, typename MASKS, int VALUE_DIM = HEAD_DIM, int QUERY_DIM = HEAD_DIM,
           typename... MAPS>
-__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<CONSUMERS>)
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<CONSUMERS, BLOCK_N>)
     attention(const __grid_constant__ VarlenParams params, const __grid_constant__ TensorMap key,
               const __grid_constant__ TensorMap value, const __grid_constant__ MAPS... maps) {
   static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 2 : 0), "a map for each tail");
@@ -70,7 +74,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<
 
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   if (warpgroup == 0) {
-    setmaxnreg_dec<PRODUCER_REGISTERS<CONSUMERS>>();
+    if constexpr (SHARES_OUT<CONSUMERS, BLOCK_N>) setmaxnreg_dec<PRODUCER_REGISTERS<CONSUMERS>>();
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
     if (warp == 0) {
       if (elect_one()) {
@@ -90,12 +94,13 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<
       clean_values<C, MASKS>(shared);
     } else {
       grid_dependency_wait();
-      describe_segments<C, MASKS, PACK>(shared, params);
+      describe_segments<C, MASKS, PACK, CLUSTER>(shared, params);
     }
   } else {
-    setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();
-    Consumer<C, OVERLAP, MASKS, PACK, VALUE_DIM> consumer(shared, params, warpgroup - 1);
+    if constexpr (SHARES_OUT<CONSUMERS, BLOCK_N>) setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();
+    Consumer<C, OVERLAP, MASKS, PACK, VALUE_DIM, CLUSTER> consumer(shared, params, warpgroup - 1);
     consumer.run();
+    if constexpr (CLUSTER > 1) consumer.add_parts_of_cluster();
   }
 }
 

@@ -44,6 +44,45 @@ struct RowTiles {
   __device__ __forceinline__ int key_tiles(int tile) const {
     return max(1, (end(tile) + C::BLOCK_N - 1) / C::BLOCK_N - first_key_tile(tile));
   }
+
+  // What a segment is of the sequence's, which has all keys of a tile of rows.
+  __device__ __forceinline__ void describe(Segment& segment, int b, int tile) const {
+    segment.b = b;
+    segment.first_row = tile * C::BLOCK_M;
+    segment.rows = min(C::BLOCK_M, rows - segment.first_row);
+    segment.first_tile = first_key_tile(tile), segment.tiles = key_tiles(tile);
+    segment.keys = sequence.keys, segment.position = visibility.position;
+    segment.first_query = sequence.first_query, segment.first_key = sequence.first_key;
+    segment.from = from(tile), segment.end = end(tile);
+  }
+};
+
+// The clusters of a launch each have the only tile of rows of a sequence and key head, and their CTAs equal parts of
+// its keys: [CLUSTER, H_kv, B].
+template <typename C, typename MASKS, int PACK, int CLUSTER>
+class ClusterScheduler {
+ public:
+  __device__ __forceinline__ explicit ClusterScheduler(const VarlenParams& params) : params_(params) {}
+
+  // The CTA's only segment, which may have no tiles of keys; then one that has none.
+  __device__ __forceinline__ Segment next() {
+    Segment segment{};
+    if (done_) return segment;
+    done_ = true;
+    const int b = static_cast<int>(blockIdx.z), part = static_cast<int>(blockIdx.x);
+    const RowTiles<C, MASKS, PACK> row_tiles(params_, b);
+    row_tiles.describe(segment, b, 0);
+    segment.head_kv = static_cast<int>(blockIdx.y);
+    const int tiles = row_tiles.count > 0 ? segment.tiles : 0;
+    const int first = tiles * part / CLUSTER;
+    segment.first_tile += first, segment.tiles = tiles * (part + 1) / CLUSTER - first;
+    segment.part = part, segment.parts = CLUSTER;
+    return segment;
+  }
+
+ private:
+  const VarlenParams& params_;
+  bool done_ = false;
 };
 
 // Either every CTA takes tiles of rows, one after the other, as it gets done with them: in a sequence the longest ones
@@ -100,7 +139,7 @@ class Scheduler {
         break;
       }
       const int unit_end = unit_begin + own, stop = min(end_, unit_end);
-      describe(segment, row_tiles, tile);
+      row_tiles.describe(segment, sequence_, tile);
       segment.owner = unit_begin / each_;
       segment.parts = (unit_end - 1) / each_ - segment.owner + 1;
       segment.part = static_cast<int>(blockIdx.x) - segment.owner;
@@ -120,7 +159,7 @@ class Scheduler {
     const int place = at_ - begin_ - first_head * row_tiles.count,
               of_section = min(heads, params_.heads_kv - first_head);
     segment.head_kv = first_head + place % of_section;
-    describe(segment, row_tiles, row_tiles.count - 1 - place / of_section);
+    row_tiles.describe(segment, sequence_, row_tiles.count - 1 - place / of_section);
     segment.parts = 1;
     at_ = __shfl_sync(FULL_WARP, taken_, 0);
     take();
@@ -193,17 +232,6 @@ class Scheduler {
     }
   }
 
-  __device__ __forceinline__ void describe(Segment& segment, const RowTiles<C, MASKS, PACK>& row_tiles,
-                                           int tile) const {
-    segment.b = sequence_;
-    segment.first_row = tile * C::BLOCK_M;
-    segment.rows = min(C::BLOCK_M, row_tiles.rows - segment.first_row);
-    segment.first_tile = row_tiles.first_key_tile(tile), segment.tiles = row_tiles.key_tiles(tile);
-    segment.keys = row_tiles.sequence.keys, segment.position = row_tiles.visibility.position;
-    segment.first_query = row_tiles.sequence.first_query, segment.first_key = row_tiles.sequence.first_key;
-    segment.from = row_tiles.from(tile), segment.end = row_tiles.end(tile);
-  }
-
   // Asks for the segment behind the next one, so that the answer has come by then.
   __device__ __forceinline__ void take() {
     if (lane() == 0) {
@@ -224,6 +252,15 @@ class Scheduler {
   int total_, each_ = 1, at_, end_ = 0, taken_ = 0;
   int group_ = 0, group_begin_ = 0, own_, sum_;     // of 32 sequences: the first, its place, this lane's, those before
   int sequence_ = 0, begin_ = 0, in_sequence_ = 0;  // where at_ is
+};
+
+template <typename C, typename MASKS, int PACK, int CLUSTER>
+struct SchedulerOf {
+  using Type = ClusterScheduler<C, MASKS, PACK, CLUSTER>;
+};
+template <typename C, typename MASKS, int PACK>
+struct SchedulerOf<C, MASKS, PACK, 1> {
+  using Type = Scheduler<C, MASKS, PACK>;
 };
 
 }  // namespace microsdpa::hopper::varlen

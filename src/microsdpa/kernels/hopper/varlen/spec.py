@@ -34,14 +34,16 @@ class Tiles:
     """A configuration of hopper/varlen.
 
     Attributes:
-        consumers: warpgroups that compute, of 64 rows each; CTAs of one consumer are two an SM.
-        block_n: keys of a tile.
+        consumers: warpgroups that compute, of 64 rows each.
+        block_n: keys of a tile; CTAs of one consumer and tiles of 64 are two an SM.
         overlap: whether a warpgroup's exponentials run beside its own P V.
+        cluster: CTAs of a cluster that share the keys of a sequence's only tile of rows; 1 for none.
     """
 
     consumers: int
     block_n: int
     overlap: bool
+    cluster: int = 1
 
     @property
     def block_m(self) -> int:
@@ -56,7 +58,7 @@ class Tiles:
     @property
     def resident(self) -> int:
         """CTAs of an SM."""
-        return 2 if self.consumers == 1 else 1
+        return 2 if self.consumers == 1 and self.block_n == 64 else 1
 
     def shared_bytes(self, head_dim: int, stages: int, query_stages: int) -> int:
         """SharedStorage's size (shared.cuh)."""
@@ -82,6 +84,8 @@ class Tiles:
 
 FEW = Tiles(1, 64, True)
 """For up to 64 rows of a sequence and key head."""
+FEW_WIDE = Tiles(1, 128, True)
+"""The same where clusters have fewer CTAs than there are SMs: their time is that of a CTA, not that of memory."""
 SOME = Tiles(2, 128, True)
 """For up to 128 rows, where there are larger tiles too."""
 TILES = {
@@ -101,6 +105,33 @@ HEAD_DIMS = range(8, max(TILES) + 1, 8)
 """Head dimensions whose rows a bulk copy can read."""
 LARGEST_OF_FEW = 128
 """Head dimension up to which two CTAs share an SM."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How clusters share the keys of sequences that have one tile of up to 64 rows.
+
+    Attributes:
+        units: sequences times key heads, up to which all clusters run at a time.
+        cluster: CTAs of a cluster.
+        keys: of a sequence at most: of longer ones, the longest alone would take longer than all CTAs take together.
+        wide: whether their tiles are FEW_WIDE.
+    """
+
+    units: int
+    cluster: int
+    keys: int
+    wide: bool = False
+
+
+SHARING = (
+    Sharing(4, 16, 16384, True),
+    Sharing(12, 8, 16384, True),
+    Sharing(28, 4, 8192, True),
+    Sharing(56, 4, 8192),
+    Sharing(128, 2, 4096),
+)
+"""The first of them that has room for a call is the one, as measured on an H100; the log has the figures."""
 SPILLS = "the warp that finds the work has few registers, and keeps some of the schedule there, once per segment"
 
 
@@ -109,11 +140,23 @@ def padded(head_dim: int) -> int:
     return min(columns for columns in TILES if columns >= head_dim)
 
 
+def _few(problem: Problem) -> Tiles:
+    """The tiles for up to 64 rows; clusters where they are better than CTAs that share what lengths say."""
+    if problem.packed_queries and problem.batch > 1:  # lengths may say that there are more rows
+        return FEW
+    units = problem.batch * problem.heads_kv
+    for each in SHARING:
+        if units <= each.units:
+            fits = problem.seqlen_k <= each.keys
+            return replace(FEW_WIDE if each.wide else FEW, cluster=each.cluster) if fits else FEW
+    return FEW
+
+
 def tiles_of(problem: Problem) -> Tiles:
     """The tiles for a problem, by the rows that a sequence has of a key head."""
     rows = problem.seqlen_q * problem.heads // problem.heads_kv
     if rows <= FEW.block_m and problem.head_dim <= LARGEST_OF_FEW:
-        return FEW
+        return _few(problem)
     large = TILES[padded(problem.head_dim)]
     return SOME if rows <= SOME.block_m < large.block_m else large
 
@@ -167,6 +210,7 @@ def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool, v
         "PACK": problem.heads // problem.heads_kv,
         "BOX_ROWS": box_rows,
         "PAGED": BOOLEAN[paged],
+        "CLUSTER": tiles.cluster,
         "MASKS": f"microsdpa::hopper::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
     }
     columns, narrow = panel(head_dim), tail(head_dim)
@@ -188,6 +232,7 @@ def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool, v
         low_occupancy=f"{tiles.threads // 32} warps share the registers of a CTA: wgmma wants few that hold much",
         local_memory=SPILLS,
         pack=problem.heads // problem.heads_kv,
+        cluster=tiles.cluster,
         max_ctas=tiles.resident * chip.sms,
         tensor_maps=tuple(maps),
         programmatic=True,
@@ -207,6 +252,8 @@ def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
     Where they may, the kernel decides, which alone knows the lengths.
     """
     rows = -(-queries * problem.heads // 16) + problem.batch * problem.heads_kv
+    if spec.cluster > 1:
+        return False
     if rows * -(-problem.seqlen_k // 16) > ampere_varlen.MOST_WORK:
         return False
     one = problem.seqlen_q * spec.pack <= spec.block_m
@@ -214,5 +261,7 @@ def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
 
 
 def grid_of(spec: KernelSpec, problem: Problem, queries: int) -> Grid:
-    """CTAs of a launch: as many as run at a time."""
+    """CTAs of a launch: clusters, or as many CTAs as run at a time."""
+    if spec.cluster > 1:
+        return spec.cluster, problem.heads_kv, problem.batch
     return spec.max_ctas, 1, 1
