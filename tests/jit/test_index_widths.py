@@ -59,6 +59,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/varlen/consumer.cuh", "first + part * STEP", "CTAs of a launch"),
     ("hopper/varlen/consumer.cuh", "ROWS * warpgroup >= segment.rows", PLACE),
     ("hopper/varlen/consumer.cuh", "weight[part][1] * four[part].z", PLACE),
+    ("hopper/varlen/kernel.cu", "consumer(shared, params, warpgroup - 1);", PLACE),
     ("hopper/varlen/loader.cuh", "segments % SEGMENTS", PLACE),
     ("hopper/varlen/loader.cuh", "tile * C::BLOCK_N", PACKED),
     ("hopper/varlen/loader.cuh", "segment.tiles) * C::BLOCK_N > segment.keys", PACKED),

@@ -380,7 +380,7 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
         if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
             specs[found] = None
     layouts = cycle(((16, "bfloat16"), (0, "float16"), (64, "bfloat16"), (8, "float16")))
-    forms = ((300, 1, 2), (8, 1, 2), (120, 1, 2), (8, 1, 4), (8, 8, 512))  # sequences, key heads, queries
+    forms = ((8, 8, 512), (8, 1, 4), (300, 1, 2), (8, 1, 2), (120, 1, 2))  # sequences, key heads, queries
     for head_dim, (batch, heads_kv, queries) in product(hopper_varlen.TILES, forms):
         if batch != 8 and head_dim > hopper_varlen.LARGEST_OF_FEW:
             continue  # its tiles are the same
