@@ -66,7 +66,6 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/varlen/scheduler.cuh", "segment.first_row = tile * C::BLOCK_M;", ROWS),
     ("hopper/varlen/scheduler.cuh", "static_cast<int>(blockIdx.x) * each_)", WORK),
     ("hopper/varlen/scheduler.cuh", "tiles * part / CLUSTER", "16 times the tiles of a sequence's keys: 2**27"),
-    ("hopper/varlen/scheduler.cuh", "tiles * (part + 1) / CLUSTER", "16 times the tiles of a sequence's keys: 2**27"),
     ("hopper/varlen/scheduler.cuh", "first_head * row_tiles.count", WORK),
     ("hopper/varlen/scheduler.cuh", "first_head = section * heads;", WORK),
     ("hopper/varlen/scheduler.cuh", "* params.heads_kv;", WORK),
