@@ -206,6 +206,16 @@ def appending(
     return given | new
 
 
+def packed(given: dict[str, Any], counts: list[int]) -> dict[str, Any]:
+    """A call of dense queries with the first `counts` of each sequence's, one behind the other, and their new keys."""
+    found = given | {"query_offsets": offsets(counts)}
+    for name in ("query", "new_key", "new_value"):
+        if name in given:
+            rows = [each[:count] for each, count in zip(given[name], counts, strict=True)]
+            found[name] = torch.cat(rows).contiguous()
+    return found
+
+
 def changed(rows: torch.Tensor, start: int, given: dict[str, Any], norm: str) -> torch.Tensor:
     """Rows [S, heads, D] whose first one stands at `start`, with their norm and rotated, in FP64 and rounded once."""
     out = rows.double().clone()

@@ -19,7 +19,7 @@ from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import chosen
 from microsdpa.kernels.spec import Grid, KernelSpec
-from varlen_space import Form, after_appending, appending, assert_right, call, in_one_cache
+from varlen_space import Form, after_appending, appending, assert_right, call, in_one_cache, packed
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 FORMS = {
@@ -391,7 +391,7 @@ def test_how_many_ctas_share_a_sequence(sequences: int, heads_kv: int, keys: int
     is_small = heads == 32 or (cluster > 1 and keys <= policy.MOST_KEYS_OF_MMA)
     assert chosen(problem).name == ("ampere/varlen" if is_small else "hopper/varlen")
     assert kernel.tiling_of(replace(problem, batch=133)).cluster == 1
-    assert (kernel.tiling_of(replace(problem, packed_queries=True)) == tiling) == (sequences == 1 or cluster == 1)
+    assert kernel.tiling_of(replace(problem, packed_queries=True)) == tiling
     assert kernel.tiling_of(replace(problem, target="sm_89")).cluster == 1
 
 
@@ -409,7 +409,8 @@ MANY_OF_FEW, MANY_NARROW = kernel.MANY_OF_FEW, kernel.MANY_NARROW
 def test_tiles_of_many_sequences(head_dim: int, keys: int, tiling: kernel.Tiling) -> None:
     problem = Problem(133, 4, 1, 1, keys, head_dim, "bfloat16", target="sm_90a", varlen=16)
     assert kernel.tiling_of(problem) == tiling
-    for change in ({"batch": 132}, {"target": "sm_89"}, {"packed_queries": True}):
+    assert kernel.tiling_of(replace(problem, packed_queries=True)) == tiling
+    for change in ({"batch": 132}, {"target": "sm_89"}):
         assert kernel.tiling_of(replace(problem, **change)) not in (MANY_OF_FEW, MANY_NARROW)  # type: ignore[arg-type]
     spec = kernel.specification(problem, tiling)
     assert spec.max_ctas <= COUNTERS
@@ -467,6 +468,35 @@ def test_a_cluster_has_any_number_of_keys(length: int) -> None:
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_cluster_appends_and_rotates(length: int, queries: int) -> None:
     assert_appended(decode_appending([length], queries, 40, 64))
+
+
+COUNTS = {
+    "one each": [1] * 6,
+    "none of some": [0, 1, 1, 0, 4, 0],
+    "more than the hint says": [1, 0, 19, 1, 2, 0],
+    "of more sequences than a warp has lanes": [1] * 33 + [9, 0, 5, 13],
+}
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("rotary", [None, 0, 64])
+@pytest.mark.parametrize("name", COUNTS)
+def test_clusters_have_packed_queries(name: str, rotary: int | None) -> None:
+    """A hint that is wrong costs time alone: clusters behind those of first tiles have the others."""
+    counts = COUNTS[name]
+    width = 200 // len(counts)  # of the cache's 200 pages
+    lengths = [(37 * i + 90) % (16 * min(width, 12) - max(counts)) for i in range(len(counts))]
+    given = packed(decode_appending(lengths, max(counts), width, rotary or 0), counts) | {"max_queries": 1}
+    if rotary is None:
+        given = {name: each for name, each in given.items() if not name.startswith("new_")}
+    spec = microsdpa.explain_varlen(**given, impl="emulate:ampere/varlen").spec
+    assert spec is not None
+    assert spec.cluster > 1
+    assert ("PACKED", "true") in spec.template_args
+    if rotary is None:
+        assert_right(*emulated(given), given)
+    else:
+        assert_appended(given)
 
 
 APPENDED_BY_CLUSTERS = {

@@ -24,7 +24,7 @@ OURS = [way for way in WAYS if way.name == serving.OURS]
 @pytest.mark.parametrize("way", OURS, ids=lambda way: way.variant or "pages")
 def test_outputs_are_held_against_the_oracle(name: str, way: Way) -> None:
     cell = SMALL[name]
-    if way.absent(cell) and way.variant == serving.INVARIANT:
+    if way.absent(cell) and (way.packed or way.variant == serving.INVARIANT):
         assert cell.queries != 1 or cell.cache != "bfloat16"
         return
     if way.absent(cell) and way.variant in serving.APPENDS:
@@ -92,7 +92,7 @@ def test_a_row_knows_its_kernel(cell: Cell) -> None:
         found = recorded.of_row(row, "sm_90a")["code_signature"]
         assert code_signature(found.spec, "sm_90a") == fields["code_signature"]
         if not way.dense:
-            assert recorded.problem_of(row, "sm_90a") == problem_of(cell, "sm_90a")
+            assert recorded.problem_of(row, "sm_90a") == problem_of(cell, "sm_90a", way.packed)
             assert found.spec.name in ("ampere/varlen", "hopper/varlen")
 
 
@@ -111,6 +111,18 @@ def test_the_problem_is_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         posed, expected = choice.problem_of(check(call)), problem_of(cell, "sm_90a")
         assert (posed.seqlen_q, posed.varlen, posed.batch) == (expected.seqlen_q, expected.varlen, expected.batch)
         assert (posed.cache, posed.value_dim) == (expected.cache, expected.value_dim)
+        assert posed.packed_queries == expected.packed_queries
+
+
+def test_packed_queries_of_few_sequences_have_kernels_of_their_own() -> None:
+    (way,) = (way for way in OURS if way.packed)
+    fields = fields_of(way, Cell((512,) * 8), "sm_90a")
+    assert fields["packed_queries"] is True
+    assert fields["kernel"] == "ampere/varlen"
+    assert fields["signature"] != fields_of(OURS[0], Cell((512,) * 8), "sm_90a")["signature"]
+    assert (
+        fields_of(way, Cell((512,)), "sm_90a")["signature"] == fields_of(OURS[0], Cell((512,)), "sm_90a")["signature"]
+    )
 
 
 def test_every_row_fits_the_schema() -> None:

@@ -100,14 +100,14 @@ class Sequences(NamedTuple):
     def most_queries(self, query: torch.Tensor) -> int:
         """What tiles are chosen for: the hint, or the mean of packed sequences, rounded up to a power of two.
 
-        It is a bound where there is one sequence.
+        It is a bound where there is one sequence. A hint that is less than the mean is wrong, and the mean counts.
         """
         if self.query_offsets is None:
             most = query.shape[1]
-        elif self.max_queries is not None and self.batch(query) > 1:
-            most = min(self.max_queries, query.shape[0])
         else:
             most = -(-query.shape[0] // max(1, self.batch(query)))
+            if self.max_queries is not None and self.batch(query) > 1:
+                most = max(most, min(self.max_queries, query.shape[0]))
         return 1 << max(0, most - 1).bit_length()
 
 

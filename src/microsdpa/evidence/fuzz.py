@@ -152,6 +152,7 @@ def _judge_varlen(call: VarlenCall, outcome: Outcome, device: str) -> Judged:
     lengths = {"s_q": call.case().seqlen_q, "s_k": problem.seqlen_k}
     sizes = {"b": problem.batch, "h": problem.heads, "h_kv": problem.heads_kv, "d": problem.head_dim} | lengths
     fields: dict[str, Any] = {"shape": sizes, "varlen": problem.varlen, "rounded_queries": problem.seqlen_q}
+    fields |= {"packed_queries": True} if problem.packed_queries else {}
     kinds = {"mask_kind": problem.mask, "cache_kind": problem.cache}
     fields |= {name: dataclasses.asdict(kind) for name, kind in kinds.items() if kind is not None}
     if call.invariant:

@@ -140,6 +140,7 @@ def problem_of(row: Row, target: str) -> Problem:
     return Problem(
         **sizes,
         varlen=row.get("varlen"),
+        packed_queries=row.get("packed_queries", False),
         dtype=row["dtype"],
         causal=_causal(row["mask"]),
         mask=_mask_kind(row),

@@ -216,6 +216,7 @@ class Way:
         absent: why it does not compute a cell; empty if it does.
         dense: whether it computes on the dense view of a cache, whose output is another one.
         change: what is done to queries and the last keys ahead of attention.
+        packed: whether the queries of all sequences are packed, which prompts are anyway.
     """
 
     name: str
@@ -225,6 +226,7 @@ class Way:
     absent: Callable[[Cell], str] = lambda cell: ""
     dense: bool = False
     change: RowChange = AS_IT_IS
+    packed: bool = False
 
 
 def _ours(layer: Layer, cell: Cell) -> Call:
@@ -232,6 +234,17 @@ def _ours(layer: Layer, cell: Cell) -> Call:
     inputs, hint = layer[:3], layer.sequences.max_queries
     given |= layer.scales
     return lambda: microsdpa.sdpa_varlen(*inputs, **given, max_queries=hint, causal=True)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4)
+def _offsets_of_one_each(cell: Cell, device: torch.device) -> torch.Tensor:
+    return torch.arange(len(cell.lengths) + 1, dtype=torch.int32, device=device)
+
+
+def _ours_packed(layer: Layer, cell: Cell) -> Call:
+    given = layer.sequences.tensors | {"query_offsets": _offsets_of_one_each(cell, layer.query.device)}
+    inputs = layer.query[:, 0], layer.key, layer.value
+    return lambda: microsdpa.sdpa_varlen(*inputs, **given, max_queries=1, causal=True)  # type: ignore[arg-type]
 
 
 def _ours_invariant(layer: Layer, cell: Cell) -> Call:
@@ -411,6 +424,10 @@ def _first(found: Any) -> torch.Tensor:
     return output
 
 
+def _one_of_each(found: torch.Tensor) -> torch.Tensor:
+    return found[:, None]
+
+
 def _rows_first(found: torch.Tensor) -> torch.Tensor:
     return found.transpose(1, 2)
 
@@ -426,6 +443,7 @@ def _no_queries_of_many(cell: Cell) -> str:
 
 WAYS: tuple[Way, ...] = (
     Way(OURS, _ours),
+    Way(OURS, _ours_packed, "packed queries", _one_of_each, _decoding_of_one_page, packed=True),
     Way(OURS, _ours_invariant, INVARIANT, absent=_decoding_of_one_page),
     *(
         Way(OURS, functools.partial(_ours_appending, change=change), name, absent=_few_of_one_page, change=change)
@@ -440,13 +458,13 @@ WAYS: tuple[Way, ...] = (
         "FlashInfer",
         _flash_infer,
         "",
-        lambda found: found[:, None],
+        _one_of_each,
         _needs("flashinfer", "flashinfer-python", _only_decoding),
     ),
 )
 
 
-def problem_of(cell: Cell, target: str) -> Problem:
+def problem_of(cell: Cell, target: str, packed: bool = False) -> Problem:
     """What this library's kernel is chosen for."""
     case = cell.case
     return Problem(
@@ -457,6 +475,7 @@ def problem_of(cell: Cell, target: str) -> Problem:
         varlen=min(cell.page & -cell.page, 64),
         cache=None if cell.cache == "bfloat16" else CacheKind(cell.cache, cell.cache == "int8"),
         value_dim=cell.value_dim,
+        packed_queries=packed or cell.queries is None,
     )
 
 
@@ -509,11 +528,12 @@ def fields_of(way: Way, cell: Cell, target: str) -> dict[str, Any]:
         return fields | {"version": torch.__version__ if way.name.startswith("torch") else "installed"}
     fields |= {"version": microsdpa.__version__, "requested": "auto"}
     fields |= {"value_dim": cell.value_dim} if cell.value_dim else {}
-    problem = problem_of(cell, target)
+    problem = problem_of(cell, target, way.packed)
     if way.dense:
         problem = cell.case.problem(target)
     else:
         fields |= {"varlen": problem.varlen, "rounded_queries": problem.seqlen_q}
+        fields |= {"packed_queries": True} if problem.packed_queries else {}
         fields |= {"cache_kind": asdict(problem.cache)} if problem.cache else {}
     spec = select(problem).spec
     if way.variant == INVARIANT:

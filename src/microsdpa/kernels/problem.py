@@ -160,7 +160,7 @@ class Problem:
             64, that divides the keys of a page; 0 where the keys of a sequence follow one another. Then seqlen_q and
             seqlen_k are what a sequence has at most, and a causal mask is "lower_right". None for one length.
         packed_queries: whether such sequences share one tensor of queries. Of several ones seqlen_q is a hint then, and
-            no bound.
+            no bound, but at least their mean.
         dropout: whether probabilities are dropped.
         prologue: what is done to Q and K before; None for nothing.
         cache: 8-bit keys and values beside queries of 16 bits; None for one type of all.

@@ -296,10 +296,12 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   k.left = arguments.left != -1, k.right = arguments.right != -1, k.capped = arguments.capped;
   if (arguments.left < -1 || arguments.right < -1) return false;
   for (int i = MASK; i < GIVEN_OPERANDS; ++i) k.given |= std::int64_t(arguments.tensors[i] != nullptr) << i;
+  const std::int64_t mean = (queries + batch - 1) / batch;
   const std::int64_t hint =
-      arguments.max_queries && batch > 1 ? std::min(arguments.max_queries, queries) : (queries + batch - 1) / batch;
+      arguments.max_queries && batch > 1 ? std::max(mean, std::min(arguments.max_queries, queries)) : mean;
   const std::int64_t most = rounded_queries(query_offsets ? hint : query->shape[1]);
-  const std::int64_t sharing = query_offsets && batch > 1 ? 0 : sharing_of(batch, heads_kv, most_keys);
+  const bool packed = query_offsets && batch > 1;
+  const std::int64_t sharing = 2 * sharing_of(batch, heads_kv, most_keys) + packed;
   k.tensors[QUERY] = {{query_rank, most, heads, head_dim}, {sharing}, TensorKey::pack(query->dtype, query->device)};
   const std::int64_t granularity = table ? std::min(page_size & -page_size, LARGEST_GRANULARITY) : 0;
   k.tensors[KEY] = {{key_rank, granularity, heads_kv, head_dim}, {value_dim}, 0};
@@ -368,7 +370,11 @@ inline std::int64_t heads_abreast(std::int64_t heads_kv) {
 inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (&ctas)[3]) {
   const VarlenParams& p = call.varlen.call;
   if (launch.cluster > 1) {
-    ctas[0] = static_cast<unsigned>(launch.cluster), ctas[1] = p.heads_kv, ctas[2] = p.batch;
+    const bool packed = p.query_offsets != nullptr && p.batch > 1;
+    const std::int64_t rows = std::int64_t(call.varlen.queries) * (p.heads / p.heads_kv);
+    const std::int64_t further = packed ? std::max<std::int64_t>(0, rows - 1) / launch.block_m : 0;
+    ctas[0] = static_cast<unsigned>(launch.cluster), ctas[1] = p.heads_kv;
+    ctas[2] = static_cast<unsigned>(p.batch + further);
     return false;
   }
   if (call.key.batch_invariant()) {

@@ -95,10 +95,11 @@ struct Memory<C, CLUSTER, void> {
 };
 
 // SPLIT: tiles of keys of a part, where a sequence's bits may not depend on the others; 0 where they may. MOST_PARTS:
-// those of all sequences that CTAs share. VALUE_DIM: columns of V and O, at most HEAD_DIM.
+// those of all sequences that CTAs share. PACKED: whether clusters have packed queries of many sequences. VALUE_DIM:
+// columns of V and O, at most HEAD_DIM.
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
-          int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING, int SPLIT,
-          int MOST_PARTS, typename CACHE, int VALUE_DIM = HEAD_DIM>
+          int PACK, Layout LAYOUT, int CLUSTER, bool PACKED, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING,
+          int SPLIT, int MOST_PARTS, typename CACHE, int VALUE_DIM = HEAD_DIM>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     attention(const __grid_constant__ ParamsOf<EMBEDDING, CACHE> given) {
   // Queries that have a norm, are rotated, or whose products are of another type come through registers.
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   using OwnRows = ClusterRows<C, PACK, typename EmbeddingOf<EMBEDDING>::Type, LAYOUT, CLUSTER>;
   if constexpr (AT_ONCE) OwnRows::prefetch(given);
   if (PROGRAMMATIC) grid_dependency_wait();
-  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, SPLIT, MOST_PARTS, CLUSTER> scheduler(params);
+  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, SPLIT, MOST_PARTS, CLUSTER, PACKED> scheduler(params);
   WorkTile work;
   if (!scheduler.next(work)) return;
   using OwnSegment = Segment<C, MASKS, PACK, LAYOUT, CLUSTER, APPENDS>;

@@ -104,6 +104,7 @@ class ClusterRows {
   __device__ __forceinline__ static void prefetch(const PARAMS& append) {
     const VarlenParams& params = append.call;
     const int b = static_cast<int>(blockIdx.z), head_kv = static_cast<int>(blockIdx.y);
+    if (b >= params.batch) return;  // further tiles of rows
     const int token = static_cast<int>(threadIdx.x) / 32;
     if (token == 0 && params.lengths != nullptr) prefetch<1>(params.lengths + b);
     if (params.appends && token < params.most_queries) {
@@ -136,7 +137,7 @@ class ClusterRows {
     const int behind = number - segment.rows;
     const bool is_query = behind < 0;
     is_value_ = !is_query && behind % 2 == 1;
-    token_ = is_query ? number / PACK : behind / 2;
+    token_ = is_query ? (segment.work.first_row + number) / PACK : behind / 2;
     key_ = segment.sequence.length + token_;
     if (is_query) {
       row_ = number;

@@ -1,6 +1,7 @@
 // Which part of a call a CTA computes: found on the device, from the sequences' lengths.
 #pragma once
 
+#include "../../common/cluster_tile.cuh"
 #include "../../common/sequence.cuh"
 #include "../../common/softmax.cuh"
 
@@ -164,17 +165,21 @@ class TileScheduler {
   bool alone_ = false;
 };
 
-// The clusters of a launch each have the only tile of rows of a sequence and key head: [CLUSTER, H_kv, B].
+// The clusters of a launch each have a tile of rows of a sequence and key head: [CLUSTER, H_kv, tiles].
+template <int BLOCK_M, int PACK, bool PACKED>
 struct ClusterScheduler {
+  const VarlenParams& params;
   bool done = false;
 
-  __device__ __forceinline__ explicit ClusterScheduler(const VarlenParams&) {}
+  __device__ __forceinline__ explicit ClusterScheduler(const VarlenParams& params) : params(params) {}
   __device__ __forceinline__ bool next(WorkTile& work) {
     if (done) return false;
     done = true;
-    work = {static_cast<int>(blockIdx.z),
+    const auto found = ClusterTile::find<BLOCK_M, PACK, PACKED>(params, static_cast<int>(blockIdx.z));
+    if (!found.exists) return false;
+    work = {found.b,
             static_cast<int>(blockIdx.y),
-            0,
+            found.tile * BLOCK_M,
             0,
             LAST_TILE,
             static_cast<int>(blockIdx.x),
@@ -189,15 +194,15 @@ struct ClusterScheduler {
   static constexpr int LAST_TILE = 0x7fffffff;
 };
 
-template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS, int CLUSTER>
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS, int CLUSTER, bool PACKED>
 struct SchedulerOf {
-  using Type = ClusterScheduler;
+  using Type = ClusterScheduler<BLOCK_M, PACK, PACKED>;
 };
-template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS>
-struct SchedulerOf<MASKS, PACK, BLOCK_M, TILE, SPLIT, MOST_PARTS, 1> {
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS, bool PACKED>
+struct SchedulerOf<MASKS, PACK, BLOCK_M, TILE, SPLIT, MOST_PARTS, 1, PACKED> {
   using Type = TileScheduler<MASKS, PACK, BLOCK_M, TILE, SPLIT, MOST_PARTS>;
 };
-template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS, int CLUSTER>
-using Scheduler = typename SchedulerOf<MASKS, PACK, BLOCK_M, TILE, SPLIT, MOST_PARTS, CLUSTER>::Type;
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS, int CLUSTER, bool PACKED>
+using Scheduler = typename SchedulerOf<MASKS, PACK, BLOCK_M, TILE, SPLIT, MOST_PARTS, CLUSTER, PACKED>::Type;
 
 }  // namespace microsdpa::ampere::varlen

@@ -169,8 +169,7 @@ def tiling_of(problem: Problem) -> Tiling:
     """The tiles for a problem, by the rows that a sequence has of a key head; and clusters for few sequences."""
     tiling = _tiles_of(problem)
     rows, units = problem.seqlen_q * problem.heads // problem.heads_kv, problem.batch * problem.heads_kv
-    bounded = not problem.packed_queries or problem.batch == 1
-    if capability_of(problem.target) != (9, 0) or rows > tiling.block_m or not bounded:
+    if capability_of(problem.target) != (9, 0) or rows > tiling.block_m:
         return tiling
     if units > SHARING[-1].units:
         return _of_many_sequences(problem, tiling) if rows <= FEW.block_m and problem.cache is None else tiling
@@ -288,7 +287,8 @@ def batch_invariant(problem: Problem) -> KernelSpec:
 
 def specification(problem: Problem, tiling: Tiling, split: int = 0) -> KernelSpec:
     """The kernel of one tiling for a problem; `split` tiles of keys are a part of a fixed size, 0 for any."""
-    return _specification(problem.any_size, tiling, _layout(problem, tiling), split, problem.value_dim)
+    packed = tiling.cluster > 1 and problem.packed_queries and problem.batch > 1
+    return _specification(problem.any_size, tiling, _layout(problem, tiling), split, problem.value_dim, packed)
 
 
 def _layout(problem: Problem, tiling: Tiling) -> str:
@@ -301,7 +301,9 @@ def _layout(problem: Problem, tiling: Tiling) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _specification(problem: Problem, tiling: Tiling, layout: str, split: int, value_dim: int) -> KernelSpec:
+def _specification(
+    problem: Problem, tiling: Tiling, layout: str, split: int, value_dim: int, packed: bool
+) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     mask, programmatic = problem.mask or MaskKind(), capability_of(problem.target) >= (9, 0)
     right = mask.right or problem.causal is not None
@@ -318,6 +320,7 @@ def _specification(problem: Problem, tiling: Tiling, layout: str, split: int, va
         "PACK": problem.heads // problem.heads_kv,
         "LAYOUT": f"microsdpa::ampere::varlen::{layout}",
         "CLUSTER": tiling.cluster,
+        "PACKED": BOOLEAN[packed],
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "MASKS": f"microsdpa::ampere::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
         "EMBEDDING": "void",
@@ -439,10 +442,15 @@ def heads_abreast(heads_kv: int) -> int:
     return max(heads for heads in range(1, MOST_ABREAST + 1) if heads_kv % heads == 0)
 
 
+def further_tiles(spec: KernelSpec, queries: int) -> int:
+    """Tiles of rows at most that sequences of packed queries have behind their first ones, where clusters have them."""
+    return max(0, queries * spec.pack - 1) // spec.block_m if ("PACKED", BOOLEAN[True]) in spec.template_args else 0
+
+
 def grid_of(spec: KernelSpec, problem: Problem, queries: int) -> Grid:
     """CTAs of a launch: as many as run at a time, one for every tile of rows that there may be, or clusters."""
     if spec.cluster > 1:
-        return spec.cluster, problem.heads_kv, problem.batch
+        return spec.cluster, problem.heads_kv, problem.batch + further_tiles(spec, queries)
     if divides_keys(spec, problem, queries):
         abreast = heads_abreast(problem.heads_kv)
         return (spec.max_ctas, 1, 1) if is_batch_invariant(spec) else (abreast, spec.max_ctas // abreast, 1)

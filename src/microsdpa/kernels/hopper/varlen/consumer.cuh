@@ -203,7 +203,7 @@ struct Consumer
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (tile_row(half) >= segment.rows) continue;
-        T* out = static_cast<T*>(params.out) + offset(segment, tile_row(half), params.out_strides);
+        T* out = static_cast<T*>(params.out) + offset(segment, segment.first_row + tile_row(half), params.out_strides);
         *reinterpret_cast<uint32*>(out + 8 * i + thread % 4 * 2) =
             pack<T>(total[2 * half] * inverse[half], total[2 * half + 1] * inverse[half]);
       }

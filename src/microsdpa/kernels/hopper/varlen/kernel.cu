@@ -37,13 +37,14 @@ constexpr int RESIDENT = CONSUMERS == 1 && BLOCK_N == 64 ? 2 : 1;  // CTAs of an
 template <int CONSUMERS, int BLOCK_N>
 constexpr bool SHARES_OUT = CONSUMERS > 1 || RESIDENT<CONSUMERS, BLOCK_N> > 1;
 
-// CLUSTER: CTAs that share the keys of a sequence's only tile of rows, or 1: then lengths say which keys CTAs share.
+// CLUSTER: CTAs that share the keys of a tile of rows, or 1: then lengths say which keys CTAs share. PACKED: whether
+// clusters have packed queries of several sequences.
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: as in hopper/throughput.
 // VALUE_DIM, QUERY_DIM: columns of V and O, and of Q and K, at most HEAD_DIM; the others are zeros. MAPS: further
 // tensor maps, of the tails of K and V.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, int PACK,
-          int BOX_ROWS, bool PAGED, int CLUSTER, typename MASKS, int VALUE_DIM = HEAD_DIM, int QUERY_DIM = HEAD_DIM,
-          typename... MAPS>
+          int BOX_ROWS, bool PAGED, int CLUSTER, bool PACKED, typename MASKS, int VALUE_DIM = HEAD_DIM,
+          int QUERY_DIM = HEAD_DIM, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<CONSUMERS, BLOCK_N>)
     attention(const __grid_constant__ VarlenParams params, const __grid_constant__ TensorMap key,
               const __grid_constant__ TensorMap value, const __grid_constant__ MAPS... maps) {
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<
       clean_values<C, MASKS>(shared);
     } else {
       grid_dependency_wait();
-      describe_segments<C, MASKS, PACK, CLUSTER>(shared, params);
+      describe_segments<C, MASKS, PACK, CLUSTER, PACKED>(shared, params);
     }
   } else {
     if constexpr (SHARES_OUT<CONSUMERS, BLOCK_N>) setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();

@@ -173,9 +173,9 @@ __device__ __forceinline__ void load_queries(SharedStorage<C>& shared, const Var
 }
 
 // Says what the CTA computes next, once there is room for its queries, and copies some of these. One warp.
-template <typename C, typename MASKS, int PACK, int CLUSTER>
+template <typename C, typename MASKS, int PACK, int CLUSTER, bool PACKED>
 __device__ __forceinline__ void describe_segments(SharedStorage<C>& shared, const VarlenParams& params) {
-  typename SchedulerOf<C, MASKS, PACK, CLUSTER>::Type scheduler(params);
+  typename SchedulerOf<C, MASKS, PACK, CLUSTER, PACKED>::Type scheduler(params);
   PipelineState<C::QUERY_STAGES> state;
   const bool elected = elect_one();
   for (int segments = 0;; ++segments) {

@@ -1,6 +1,7 @@
 // Which part of a call a CTA computes: found on the device, from the sequences' lengths. One warp.
 #pragma once
 
+#include "../../common/cluster_tile.cuh"
 #include "../../common/sequence.cuh"
 #include "../../common/softmax.cuh"
 #include "shared.cuh"
@@ -57,9 +58,9 @@ struct RowTiles {
   }
 };
 
-// The clusters of a launch each have the only tile of rows of a sequence and key head, and their CTAs equal parts of
-// its keys: [CLUSTER, H_kv, B].
-template <typename C, typename MASKS, int PACK, int CLUSTER>
+// The clusters of a launch each have a tile of rows of a sequence and key head, and their CTAs equal parts of its keys:
+// [CLUSTER, H_kv, tiles].
+template <typename C, typename MASKS, int PACK, int CLUSTER, bool PACKED>
 class ClusterScheduler {
  public:
   __device__ __forceinline__ explicit ClusterScheduler(const VarlenParams& params) : params_(params) {}
@@ -69,9 +70,11 @@ class ClusterScheduler {
     Segment segment{};
     if (done_) return segment;
     done_ = true;
-    const int b = static_cast<int>(blockIdx.z), part = static_cast<int>(blockIdx.x);
-    const RowTiles<C, MASKS, PACK> row_tiles(params_, b);
-    row_tiles.describe(segment, b, 0);
+    const auto found = ClusterTile::find<C::BLOCK_M, PACK, PACKED>(params_, static_cast<int>(blockIdx.z));
+    if (!found.exists) return segment;
+    const int part = static_cast<int>(blockIdx.x);
+    const RowTiles<C, MASKS, PACK> row_tiles(params_, found.b);
+    row_tiles.describe(segment, found.b, found.tile);
     segment.head_kv = static_cast<int>(blockIdx.y);
     const int tiles = row_tiles.count > 0 ? segment.tiles : 0;
     const int first = tiles * part / CLUSTER;
@@ -254,12 +257,12 @@ class Scheduler {
   int sequence_ = 0, begin_ = 0, in_sequence_ = 0;  // where at_ is
 };
 
-template <typename C, typename MASKS, int PACK, int CLUSTER>
+template <typename C, typename MASKS, int PACK, int CLUSTER, bool PACKED>
 struct SchedulerOf {
-  using Type = ClusterScheduler<C, MASKS, PACK, CLUSTER>;
+  using Type = ClusterScheduler<C, MASKS, PACK, CLUSTER, PACKED>;
 };
-template <typename C, typename MASKS, int PACK>
-struct SchedulerOf<C, MASKS, PACK, 1> {
+template <typename C, typename MASKS, int PACK, bool PACKED>
+struct SchedulerOf<C, MASKS, PACK, 1, PACKED> {
   using Type = Scheduler<C, MASKS, PACK>;
 };
 

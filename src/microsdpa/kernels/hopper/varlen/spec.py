@@ -142,8 +142,6 @@ def padded(head_dim: int) -> int:
 
 def _few(problem: Problem) -> Tiles:
     """The tiles for up to 64 rows; clusters where they are better than CTAs that share what lengths say."""
-    if problem.packed_queries and problem.batch > 1:  # lengths may say that there are more rows
-        return FEW
     units = problem.batch * problem.heads_kv
     for each in SHARING:
         if units <= each.units:
@@ -186,11 +184,14 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
 def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     box_rows = min(problem.varlen, tiles.block_n) if problem.varlen else tiles.block_n
-    return _specification(problem.any_size, tiles, box_rows, bool(problem.varlen), problem.value_dim)
+    packed = tiles.cluster > 1 and problem.packed_queries and problem.batch > 1
+    return _specification(problem.any_size, tiles, box_rows, bool(problem.varlen), problem.value_dim, packed)
 
 
 @functools.lru_cache(maxsize=1024)
-def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool, value_dim: int) -> KernelSpec:
+def _specification(
+    problem: Problem, tiles: Tiles, box_rows: int, paged: bool, value_dim: int, packed: bool
+) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     chip, mask, head_dim = chip_of(problem.target), problem.mask or MaskKind(), padded(problem.head_dim)
     rings = tiles.rings(head_dim, problem.target)
@@ -211,6 +212,7 @@ def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool, v
         "BOX_ROWS": box_rows,
         "PAGED": BOOLEAN[paged],
         "CLUSTER": tiles.cluster,
+        "PACKED": BOOLEAN[packed],
         "MASKS": f"microsdpa::hopper::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
     }
     columns, narrow = panel(head_dim), tail(head_dim)
@@ -263,5 +265,5 @@ def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
 def grid_of(spec: KernelSpec, problem: Problem, queries: int) -> Grid:
     """CTAs of a launch: clusters, or as many CTAs as run at a time."""
     if spec.cluster > 1:
-        return spec.cluster, problem.heads_kv, problem.batch
+        return spec.cluster, problem.heads_kv, problem.batch + ampere_varlen.further_tiles(spec, queries)
     return spec.max_ctas, 1, 1
