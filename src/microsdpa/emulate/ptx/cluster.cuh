@@ -25,12 +25,6 @@ inline float load_peer(ClusterAddress address, emulator::Place place = emulator:
   return x;
 }
 
-inline float4 load_peer4(ClusterAddress address, emulator::Place place = emulator::Place::here()) {
-  float4 x;
-  emulator::peer_access(address.value, &x, sizeof(x), false, place);
-  return x;
-}
-
 inline void store_async(ClusterAddress address, float x, float y, ClusterAddress barrier,
                         emulator::Place place = emulator::Place::here()) {
   const float data[] = {x, y};

@@ -37,15 +37,6 @@ __device__ __forceinline__ float load_peer(ClusterAddress address) {
   return x;
 }
 
-__device__ __forceinline__ float4 load_peer4(ClusterAddress address) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address.value)
-               : "memory");
-  return x;
-}
-
 // Asynchronous stores, 8 or 16 bytes: their bytes count towards `barrier` of the CTA that receives them.
 __device__ __forceinline__ void store_async(ClusterAddress address, float x, float y, ClusterAddress barrier) {
   asm volatile(

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../ptx/cluster.cuh"
+#include "../../ptx/cluster_load.cuh"
 #include "../common/main_loop.cuh"
 #include "masks.cuh"
 
