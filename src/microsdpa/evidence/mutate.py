@@ -411,7 +411,10 @@ def step(
 def _rows(kernel: str, found: list[Outcome]) -> list[results.Row]:
     case, _, problem = specifications(kernel)[0]
     spec = select(problem, kernel).spec  # as it is chosen, with all CTAs of a GPU
-    packed = {"varlen": problem.varlen, "rounded_queries": problem.seqlen_q} if isinstance(case, PackedCase) else {}
+    packed: dict[str, Any] = {}
+    if isinstance(case, PackedCase):
+        packed = {"varlen": problem.varlen, "rounded_queries": problem.seqlen_q}
+        packed |= {"packed_queries": True} if problem.packed_queries else {}
     return [
         results.row(
             case.call.case() if isinstance(case, PackedCase) else case,

@@ -70,6 +70,10 @@ CASES = (
     dataclasses.replace(DECODING, queries=(40, 40, 40), append=True),  # new keys in several tiles
     dataclasses.replace(DECODING, append=True, rotary=32, norms=("q_norm",), cache="int8", scale_of="heads"),
     PackedCase(dataclasses.replace(DECODING, queries=(1,), keys=(64 * 97 - 3,)), ctas=97),  # combined in two steps
+    # The same where no cluster has the rows.
+    PackedCase(dataclasses.replace(DECODING, queries=(1,), keys=(64 * 69 - 3,), head_dim=136), ctas=69),
+    # A sequence of more tiles of rows than the mean has.
+    dataclasses.replace(DECODING, packed=True, queries=(1, 0, 1, 1, 1, 1, 25), keys=(20, 7, 9, 3, 30, 70, 90)),
     PackedCase(dataclasses.replace(DECODING, keys=(90, 50, 70)), spoiled="page"),
     PackedCase(dataclasses.replace(DECODING, keys=(90, 50, 70), cache="int8", scale_of="tokens"), spoiled="page"),
     PackedCase(dataclasses.replace(DECODING, keys=(90, 50, 70), append=True, cache="e4m3"), spoiled="length"),
