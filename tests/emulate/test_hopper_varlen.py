@@ -210,6 +210,13 @@ def test_clusters_have_packed_queries(name: str, cluster: int, wide: bool, monke
     assert all(torch.equal(a, b) for a, b in zip(one, emulated(given, 1, backwards=True), strict=True))
 
 
+def test_a_cluster_of_a_sequence_without_queries_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_clusters(monkeypatch, 4, False)
+    given = packed(in_pages(dense(1, 9, (4, 1), 64, [300]), 16, 0.0), [9]) | {"query_offsets": offsets([0])}
+    out, _ = emulated(given)  # rows that are no sequence's
+    assert out.isnan().all()
+
+
 @pytest.mark.parametrize("wrong", [-1, 10**6])
 def test_a_page_that_the_cache_lacks_gives_nan_in_clusters(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_clusters(monkeypatch, 4, False)

@@ -76,6 +76,7 @@ class ClusterScheduler {
     const RowTiles<C, MASKS, PACK> row_tiles(params_, found.b);
     row_tiles.describe(segment, found.b, found.tile);
     segment.head_kv = static_cast<int>(blockIdx.y);
+    // mutation: a CTA without rows goes past its tiles, and writes nothing
     const int tiles = row_tiles.count > 0 ? segment.tiles : 0;
     const int first = tiles * part / CLUSTER;
     segment.first_tile += first, segment.tiles = tiles * (part + 1) / CLUSTER - first;
