@@ -125,7 +125,7 @@ class Sharing:
 
 
 SHARING = (
-    Sharing(4, 16, 16384, True),
+    Sharing(4, 16, 16384),  # wide ones would need 16 SMs of one GPC, which not every chip has
     Sharing(12, 8, 16384, True),
     Sharing(28, 4, 8192, True),
     Sharing(56, 4, 8192),
