@@ -282,6 +282,7 @@ struct Consumer
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
+    // A part's loads fill the registers that are left: repeated code would be a third of the kernel's, and not faster.
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {
       const float4 found = statistics(part);
