@@ -274,7 +274,7 @@ PROBES = (
         "cluster",
         "cluster",
         2,
-        10,
+        14,
         floats(-9.0, 9.0, 2),
         target="sm_90a",
         source=HOPPER,

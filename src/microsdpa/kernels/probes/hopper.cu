@@ -2,6 +2,7 @@
 #include "../ptx/address.cuh"
 #include "../ptx/bulk.cuh"
 #include "../ptx/cluster.cuh"
+#include "../ptx/cluster_load.cuh"
 #include "../ptx/control.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/mma.cuh"
@@ -145,14 +146,25 @@ __global__ void probe_cluster(const __grid_constant__ ProbeParams params) {
   store_peer(peer_address(shared.stored, peer) + 4 * t, y);
   mbarrier_arrive_peer(peer_address(&shared.signal, peer));
   const float loaded = load_peer(peer_address(&shared.source[t], peer));
+  const float4 four = load_peer4(peer_address(&shared.source[t / 4 * 4], peer));
   mbarrier_wait_cluster(shared.signal, 0);
   mbarrier_wait_cluster(shared.bytes, 0);
   uint32* out = output_of<OUT>(params);
-  const float received[] = {shared.stored[t],        shared.pairs[2 * t],     shared.pairs[2 * t + 1],
-                            shared.quads[4 * t],     shared.quads[4 * t + 1], shared.quads[4 * t + 2],
-                            shared.quads[4 * t + 3], shared.copied[t],        loaded};
-  for (int i = 0; i < 9; ++i) out[i] = __float_as_uint(received[i]);
-  out[9] = rank;
+  const float received[] = {shared.stored[t],
+                            shared.pairs[2 * t],
+                            shared.pairs[2 * t + 1],
+                            shared.quads[4 * t],
+                            shared.quads[4 * t + 1],
+                            shared.quads[4 * t + 2],
+                            shared.quads[4 * t + 3],
+                            shared.copied[t],
+                            loaded,
+                            four.x,
+                            four.y,
+                            four.z,
+                            four.w};
+  for (int i = 0; i < 13; ++i) out[i] = __float_as_uint(received[i]);
+  out[13] = rank;
   cluster_arrive();
   cluster_wait();
 }
