@@ -186,6 +186,15 @@ CASES = {
     "packed queries on pages": Given(
         query=(50, 8, 64), integers={"query_offsets": (4,), "lengths": (3,), "page_table": (3, 9)}, max_queries=40
     ),
+    "packed queries of a few sequences": Given(
+        query=(5, 8, 64), integers={"query_offsets": (4,), "lengths": (3,), "page_table": (3, 9)}, max_queries=2
+    ),
+    "packed queries of large groups": Given(
+        query=(70, 64, 64),
+        key=(999, 16, 1, 64),
+        max_queries=1,
+        integers={"query_offsets": (71,), "lengths": (70,), "page_table": (70, 130)},
+    ),
     "packed prompts": Given(
         query=(9000, 8, 64), key=(9000, 2, 64), integers={"query_offsets": (4,), "key_offsets": (4,)}, lse=True
     ),

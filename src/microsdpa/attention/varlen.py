@@ -79,7 +79,7 @@ def sdpa_varlen(
             Entries are read only for keys that a query sees. Where such an entry is no page of the cache, nothing is
             read for it, and the outputs of the tile of queries that sees it are NaN.
         max_queries: queries that a packed sequence has at most: a hint for the choice of tiles, never a bound. The mean
-            without it.
+            counts without it, and where it is less than the mean.
         new_key: [queries, H_kv, D] or [B, S_q, H_kv, D], as query: written to the cache behind the keys that `lengths`
             says, before attention, which sees them. What has no room in the cache is left out.
         new_value: like new_key.

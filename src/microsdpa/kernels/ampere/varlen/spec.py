@@ -66,7 +66,7 @@ class Tiling:
         warps_m: warps of a group, which share keys.
         warps_n: groups, each with its own keys.
         stages: tiles of K and V in shared memory, of each group.
-        cluster: CTAs of a cluster that share the keys of a sequence's only tile of rows; 1 for none.
+        cluster: CTAs of a cluster that share the keys of a tile of rows; 1 for none.
         kept: blocks of 16 columns of Q that stay in registers; at most all.
         resident: CTAs of an SM at most.
     """

@@ -33,7 +33,7 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 1   ? 56
                                                     : 32;
 template <int CONSUMERS, int BLOCK_N>
 constexpr int RESIDENT = CONSUMERS == 1 && BLOCK_N == 64 ? 2 : 1;  // CTAs of an SM
-// Whether they do: 256 threads that have an SM for themselves have all registers that instructions can name.
+// Whether warpgroups share registers out: 256 threads alone on an SM have all that instructions can name.
 template <int CONSUMERS, int BLOCK_N>
 constexpr bool SHARES_OUT = CONSUMERS > 1 || RESIDENT<CONSUMERS, BLOCK_N> > 1;
 

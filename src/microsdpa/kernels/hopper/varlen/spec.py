@@ -37,7 +37,7 @@ class Tiles:
         consumers: warpgroups that compute, of 64 rows each.
         block_n: keys of a tile; CTAs of one consumer and tiles of 64 are two an SM.
         overlap: whether a warpgroup's exponentials run beside its own P V.
-        cluster: CTAs of a cluster that share the keys of a sequence's only tile of rows; 1 for none.
+        cluster: CTAs of a cluster that share the keys of a tile of rows; 1 for none.
     """
 
     consumers: int
