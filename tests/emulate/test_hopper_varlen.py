@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ import torch
 
 import microsdpa
 from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.evidence.fuzz_varlen import VarlenCall
+from microsdpa.evidence.mutate_varlen import PackedCase, of, wrong
+from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.varlen import spec
-from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.problem import MaskKind, Problem
 from varlen_space import Form, assert_right, call, in_one_cache, offsets, packed
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -267,3 +272,74 @@ def test_pages_before_a_window_are_never_looked_at() -> None:
     given["page_table"][0, :18] = -1
     assert all(torch.equal(a, b) for a, b in zip(emulated(given), expected, strict=True))
     assert expected[0].isfinite().all()
+
+
+def costs(directory: Path, old: str = "", new: str = "") -> Path:
+    """A copy of the sources where CTAs share few keys in parts, and whose scheduler has one more replacement."""
+    shutil.copytree(KERNELS_DIR, directory / "cuda")
+    scheduler = directory / "cuda/hopper/varlen/scheduler.cuh"
+    text = scheduler.read_text()
+    replaced = {"SHARING_COSTS = 3, LEAST_SHARE = 4, ": "SHARING_COSTS = 0, LEAST_SHARE = 1, "}
+    replaced |= {"APART = 4;": "APART = 1;", "L2_BYTES = 32 << 20": "L2_BYTES = 0"}
+    for before, after in (replaced | ({old: new} if old else {})).items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    scheduler.write_text(text)
+    return directory / "cuda"
+
+
+ROWS = VarlenCall(queries=(100,), keys=(760,), storage="dense", causal=True, group=2, head_dim=128)
+TWO = replace(ROWS, queries=(100, 100))
+MANY = replace(ROWS, queries=(1,) * 40, keys=(*range(480, 500), 60, *range(490, 509)), group=64, head_dim=136)
+IN_PARTS = {
+    "two of three parts a CTA": PackedCase(ROWS, ctas=3),
+    "three of two parts a CTA": PackedCase(replace(TWO, keys=(1280, 1270), sinks="inputs"), ctas=3),
+    "others have fewer parts": PackedCase(replace(TWO, keys=(1400, 500)), ctas=12),
+    "of more sequences than a warp has lanes": PackedCase(MANY, ctas=27),
+    "more than are added at once": PackedCase(replace(ROWS, queries=(60,), keys=(2430,)), ctas=19),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_ctas_share_keys_in_parts(name: str, tmp_path: Path) -> None:
+    """A replacement in the part of the scheduler that does this shows that it is what runs."""
+    case = IN_PARTS[name]
+    (found,) = of(case, "hopper/varlen")
+    for schedule in (Schedule(0), Schedule(1, late=True, backwards=True)):
+        assert wrong(case, *found, costs(tmp_path / f"{schedule.backwards}"), schedule) == ""
+    broken = costs(tmp_path / "broken", "segment.first_tile += first;", "segment.first_tile += 0;")
+    assert wrong(case, *found, broken, Schedule(0)) != ""
+
+
+FOUR = {
+    "one tile of rows": dense(2, 230, (2, 2), 64, [300, 64]),
+    "two tiles": in_pages(dense(1, 200, (4, 2), 40, [900], sinks=torch.tensor([0.5, 3.0, -1.0, 9.0])), 32),
+    "a window": in_pages(dense(2, 100, (4, 2), 32, [500, 90], window=(150, -1)), 16),
+}
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "FEWEST_LARGE", 1)
+    given = FOUR[name]
+    found = microsdpa.explain_varlen(**given, impl="emulate:hopper/varlen").spec
+    assert found is not None
+    assert found.block_m == spec.LARGE.block_m
+    one = emulated(given, 0)
+    assert_right(*one, given)
+    assert all(torch.equal(a, b) for a, b in zip(one, emulated(given, 1, backwards=True), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "keys", "consumers"),
+    [
+        *((192, 64, 300, 3), (193, 64, 300, 4), (256, 64, 300, 4), (257, 64, 300, 3), (384, 64, 300, 3)),
+        *((385, 64, 300, 4), (512, 64, 300, 4), (513, 64, 300, 3), (1000, 64, 300, 3)),
+        *((256, 63, 4095, 3), (256, 1, 4096, 4)),
+    ],
+)
+def test_which_rows_have_tiles_of_four_warpgroups(rows: int, batch: int, keys: int, consumers: int) -> None:
+    problem = Problem(batch, 1, 1, rows, keys, 64, "bfloat16", target="sm_90a", varlen=16)
+    assert spec.tiles_of(problem).consumers == consumers
+    assert spec.tiles_of(replace(problem, head_dim=80)).consumers == 2
+    assert spec.tiles_of(replace(problem, mask=MaskKind(softcap=True))).consumers == 3

@@ -23,6 +23,7 @@ PLACE = "a place in a tile, in a ring of tiles or in a warp: at most some thousa
 ROUNDS = "2^29 query tiles at most, in rounds of a chip's CTAs and one more round for each section of heads"
 
 WORK = "pieces of work: keys are not divided where they are more than 2^31 - 2^20 (kernels/ampere/varlen/spec.py)"
+PARTS = "three times the CTAs of a launch at most"
 PACKED = "queries or keys, also packed ones: more than 2^29 are refused (call/sequences.py)"
 
 EXPLAINED: tuple[tuple[str, str, str], ...] = (
@@ -64,7 +65,18 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/varlen/loader.cuh", "tile * C::BLOCK_N", PACKED),
     ("hopper/varlen/loader.cuh", "segment.tiles) * C::BLOCK_N > segment.keys", PACKED),
     ("hopper/varlen/scheduler.cuh", "segment.first_row = tile * C::BLOCK_M;", ROWS),
-    ("hopper/varlen/scheduler.cuh", "static_cast<int>(blockIdx.x) * each_)", WORK),
+    ("hopper/varlen/scheduler.cuh", "at_ * each_)", WORK),
+    (
+        "hopper/varlen/scheduler.cuh",
+        "taken * ((longest + fitting - 1) / fitting",
+        "three times the tiles of a sequence",
+    ),
+    ("hopper/varlen/scheduler.cuh", "first = part * each;", KEYS),
+    ("hopper/varlen/scheduler.cuh", "ctas * taken / total_", PARTS),
+    ("hopper/varlen/scheduler.cuh", "total_ *= parts;", PARTS),
+    ("hopper/varlen/scheduler.cuh", "segment.slot = unit * parts_;", PARTS),
+    ("hopper/varlen/scheduler.cuh", "share(warp_total(keys)", WORK),
+    ("hopper/varlen/shared.cuh", "const int64 place = segment.slot < 0", PARTS),
     ("hopper/varlen/scheduler.cuh", "tiles * part / CLUSTER", "16 times the tiles of a sequence's keys: 2**27"),
     ("hopper/varlen/scheduler.cuh", "first_head * row_tiles.count", WORK),
     ("hopper/varlen/scheduler.cuh", "first_head = section * heads;", WORK),

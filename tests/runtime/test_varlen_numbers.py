@@ -27,6 +27,11 @@ def table(name: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, row.split(","))) for row in re.findall(r"\{(.*?)\}", found)]
 
 
+def test_parts_of_a_cta() -> None:
+    kernel = (files("microsdpa") / "kernels/hopper/varlen/scheduler.cuh").read_text()
+    assert f"MOST_TAKEN = {hopper.MOST_TAKEN};" in kernel
+
+
 def test_tables_of_clusters() -> None:
     assert table("SHARING") == [(each.units, each.keys, each.wide_from) for each in ampere.SHARING]
     assert table("SHARING_OF_HOPPER") == [(each.units, each.keys, 0) for each in hopper.SHARING]
@@ -38,7 +43,7 @@ def test_tables_of_clusters() -> None:
         *((name, getattr(ampere, name)) for name in ("MOST_KEYS", "MOST_WORK", "FEW_KEYS", "SPLIT_KEYS")),
         *((name, getattr(ampere, name)) for name in ("FEWEST_NARROW_KEYS", "MOST_FEW_KEYS")),
         ("MOST_KEYS_OF_MMA", policy.MOST_KEYS_OF_MMA),
-        ("WAVES", hopper.WAVES),
+        *((name, getattr(hopper, name)) for name in ("WAVES", "FEWEST_LARGE", "LONG_KEYS")),
         ("LARGEST_GRANULARITY", sequences.LARGEST_GRANULARITY),
     ],
 )

@@ -98,7 +98,7 @@ class Sequences(NamedTuple):
         return query.shape[0] if self.query_offsets is not None else query.shape[0] * query.shape[1]
 
     def most_queries(self, query: torch.Tensor) -> int:
-        """What tiles are chosen for: the hint, or the mean of packed sequences, rounded up to a power of two.
+        """What tiles are chosen for: the hint, or the mean of packed sequences, as rounded_queries() rounds it.
 
         It is a bound where there is one sequence. A hint that is less than the mean is wrong, and the mean counts.
         """
@@ -108,7 +108,14 @@ class Sequences(NamedTuple):
             most = -(-query.shape[0] // max(1, self.batch(query)))
             if self.max_queries is not None and self.batch(query) > 1:
                 most = max(most, min(self.max_queries, query.shape[0]))
-        return 1 << max(0, most - 1).bit_length()
+        return rounded_queries(most)
+
+
+def rounded_queries(most: int) -> int:
+    """A number of queries rounded up to a power of two, or to three quarters of one: most calls then share a plan."""
+    rounded = 1 << max(0, most - 1).bit_length()
+    fewer = rounded // 4 * 3
+    return fewer if most <= fewer else rounded
 
 
 def _name_of(tensor: torch.Tensor) -> MaskType:

@@ -20,6 +20,7 @@ from torch.nn import attention
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.call.sequences import rounded_queries
 from microsdpa.evidence import compare, results, signatures, statistics, timing
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, dense_mask, documents, make, make_masks, masks_of
@@ -573,7 +574,7 @@ def of_varlen(
     case: Case, granularity: int = 0, cache: CacheKind | None = None, mask: MaskKind | None = None
 ) -> dict[str, Any]:
     """The fields of packed sequences, or of a cache, that say what ran; `granularity` is Problem.varlen."""
-    target, rounded = launcher.target_of_device(), 1 << (case.seqlen_q - 1).bit_length()
+    target, rounded = launcher.target_of_device(), rounded_queries(case.seqlen_q)
     shared: dict[str, Any] = {"seqlen_q": rounded, "varlen": granularity, "cache": cache, "mask": mask}
     spec = select(replace(case.problem(target), **shared)).spec
     signed = {"signature": signature(spec, target), "code_signature": code_signature(spec, target)}

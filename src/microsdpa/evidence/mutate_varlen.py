@@ -63,15 +63,19 @@ CASES = (
     dataclasses.replace(PROMPTS, storage="paged", page=64, window=(40, 5), causal=False, keys=(150, 64, 129)),
     dataclasses.replace(PROMPTS, queries=(32, 96, 5), keys=(32, 96, 5)),  # consumers without a row
     PackedCase(dataclasses.replace(PROMPTS, queries=(1300, 5), keys=(1300, 5), group=1), ctas=8),  # many tiles of rows
+    # Some tiles of rows, and more, of which CTAs share the keys.
+    PackedCase(dataclasses.replace(PROMPTS, queries=(700, 1100, 5), keys=(700, 1100, 6000), group=1), ctas=8),
+    # Four parts of one sequence's keys, three of the other's.
+    PackedCase(dataclasses.replace(PROMPTS, storage="dense", packed=False, queries=(70, 70), keys=(3000, 600)), ctas=8),
     # More tiles of keys than a ring has.
-    dataclasses.replace(PROMPTS, storage="dense", packed=False, queries=(70, 70), keys=(1500, 64), heads_kv=2),
+    dataclasses.replace(PROMPTS, storage="dense", packed=False, queries=(70, 70), keys=(3000, 64), heads_kv=2),
     dataclasses.replace(DECODING, group=64, keys=(3000, 130, 64)),
     dataclasses.replace(DECODING, group=64, keys=(2000, 130, 64), head_dim=128, dtype="bfloat16"),
     dataclasses.replace(DECODING, queries=(40, 40, 40), append=True),  # new keys in several tiles
     dataclasses.replace(DECODING, append=True, rotary=32, norms=("q_norm",), cache="int8", scale_of="heads"),
     PackedCase(dataclasses.replace(DECODING, queries=(1,), keys=(64 * 97 - 3,)), ctas=97),  # combined in two steps
     # The same where no cluster has the rows.
-    PackedCase(dataclasses.replace(DECODING, queries=(1,), keys=(64 * 69 - 3,), head_dim=136), ctas=69),
+    PackedCase(dataclasses.replace(DECODING, queries=(1,), keys=(64 * 68 - 3,), head_dim=136), ctas=69),
     # A sequence of more tiles of rows than the mean has.
     dataclasses.replace(DECODING, packed=True, queries=(1, 0, 1, 1, 1, 1, 25), keys=(20, 7, 9, 3, 30, 70, 90)),
     PackedCase(dataclasses.replace(DECODING, keys=(90, 50, 70)), spoiled="page"),

@@ -20,7 +20,7 @@ from torch.nn import attention
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.call.sequences import Sequences
+from microsdpa.call.sequences import Sequences, rounded_queries
 from microsdpa.evidence import compare, results, statistics, timing
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import Call
@@ -137,7 +137,7 @@ def cells() -> list[Cell]:
     found.append(Cell(prompts(16384, 9), 16, 16, 192, None, **narrow_values))  # type: ignore[arg-type]
     for heads in ((32, 8, 128), (16, 16, 64)):
         found += [Cell((keys,) * batch, *heads, 512, 64) for batch, keys in ((1, 8192), (1, 32768), (4, 8192))]
-    return found
+    return [*found, Cell((4096,) * 6, 32, 8, 128, 64, 64), Cell((16384,) * 3, 12, 12, 80, 384, 64)]
 
 
 class Layer(NamedTuple):
@@ -468,7 +468,7 @@ def problem_of(cell: Cell, target: str, packed: bool = False) -> Problem:
     """What this library's kernel is chosen for."""
     case = cell.case
     return Problem(
-        *(case.batch, case.heads, case.kv_heads, 1 << (case.seqlen_q - 1).bit_length(), case.seqlen_k, case.head_dim),
+        *(case.batch, case.heads, case.kv_heads, rounded_queries(case.seqlen_q), case.seqlen_k, case.head_dim),
         "bfloat16",
         causal="lower_right",
         target=target,

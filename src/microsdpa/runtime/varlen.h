@@ -28,6 +28,7 @@ constexpr Sharing SHARING[] = {{15, 8192, 0}, {30, 2048, 0}, {66, 4096, 257}, {1
 // MOST_KEYS_OF_MMA of kernels/policy.py.
 constexpr Sharing SHARING_OF_HOPPER[] = {{4, 16384, 0}, {12, 16384, 0}, {28, 8192, 0}, {56, 8192, 0}, {128, 4096, 0}};
 constexpr std::int64_t MOST_KEYS_OF_MMA = 2048;
+constexpr std::int64_t FEWEST_LARGE = 64, LONG_KEYS = 4096;  // its tiles of 256 rows
 
 constexpr std::int64_t FEWEST_NARROW_KEYS = 128, MOST_FEW_KEYS = 512;
 
@@ -61,7 +62,8 @@ inline std::int64_t sharing_of(std::int64_t batch, std::int64_t heads_kv, std::i
   constexpr std::int64_t NUMBERS_OF_HOPPER = std::size(SHARING_OF_HOPPER) + 1;
   const std::int64_t number =
       sharing_of_ampere(batch, heads_kv, most_keys) * NUMBERS_OF_HOPPER + sharing_of_hopper(batch, heads_kv, most_keys);
-  return 2 * number + (batch * heads_kv <= std::end(SHARING)[-1].units && most_keys > MOST_KEYS_OF_MMA);
+  const bool many = batch * heads_kv >= FEWEST_LARGE || most_keys >= LONG_KEYS;
+  return 4 * number + 2 * many + (batch * heads_kv <= std::end(SHARING)[-1].units && most_keys > MOST_KEYS_OF_MMA);
 }
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.
@@ -231,11 +233,12 @@ inline bool parse_cache(const Arguments& arguments, std::int64_t batch, Call& ca
   return true;
 }
 
-// What tiles are chosen for: at most so many queries of a sequence, rounded up. most_queries() of call/sequences.py.
+// What tiles are chosen for: at most so many queries of a sequence, rounded up as in call/sequences.py.
 inline std::int64_t rounded_queries(std::int64_t most) {
   std::int64_t rounded = 1;
   while (rounded < most) rounded *= 2;
-  return rounded;
+  const std::int64_t fewer = rounded / 4 * 3;
+  return most <= fewer ? fewer : rounded;
 }
 
 inline bool parse_varlen(const Arguments& arguments, Call& call) {

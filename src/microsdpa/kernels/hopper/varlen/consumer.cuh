@@ -8,9 +8,9 @@
 
 namespace microsdpa::hopper::varlen {
 
-// Where more than MOST_AT_ONCE parts make a sum, warpgroups add some ahead of all, side by side: parts are read one
+// Where more than MOST_AT_ONCE parts make a sum, warpgroups add so many ahead of all, side by side: parts are read one
 // after the other.
-constexpr int AHEAD_OF_ALL = 8, MOST_AT_ONCE = 16;
+constexpr int AHEAD_OF_ALL = 8;
 constexpr int MERGE = OUT_FULL;  // from this barrier on, one for every warpgroup
 
 // Whether a warpgroup's rows may see fewer tiles of keys than others' rows do.

@@ -26,7 +26,8 @@ namespace microsdpa::hopper::varlen {
 template <int CONSUMERS>
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 1   ? 200
                                    : CONSUMERS == 2 ? 232
-                                                    : 160;
+                                   : CONSUMERS == 3 ? 160
+                                                    : 112;
 template <int CONSUMERS>
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 1   ? 56
                                    : CONSUMERS == 2 ? 40

@@ -12,12 +12,15 @@ using namespace sequences;
 
 // Counters behind those of shared rows: segments that were taken, and CTAs that found no more.
 constexpr int TAKEN = 1022, FINISHED = 1023;
-// Tiles of keys that sharing the keys of a tile of rows costs, about, and that a CTA takes at least where it shares.
-// CTAs that share are at other keys than their neighbours, which then leave L2 sooner: an eighth of the time pays for
-// that.
-constexpr int SHARING_COSTS = 3, LEAST_SHARE = 4, WORTH = 8;
+// Tiles of keys that a part of the keys of a tile of rows costs, about, beside its own, and that it has at least. CTAs
+// share where that saves an eighth. Where they are at other keys than their neighbours, DRAM costs them a fourth.
+constexpr int SHARING_COSTS = 3, LEAST_SHARE = 4, WORTH = 8, APART = 4;
+// Parts that a CTA takes at most. Where it takes several, all parts of a tile of rows are added at once.
+constexpr int MOST_TAKEN = 3;
 // Bytes of K and V that the key heads that are computed at a time have: an L2 has 50 MB, and keeps some lines twice.
 constexpr int SECTION_BYTES = 16 << 20;
+// Bytes of K and V of all heads and sequences that stay in L2: then it does not matter when CTAs come to them.
+constexpr int64 L2_BYTES = 32 << 20;
 
 // The tiles of rows of a sequence, each of them for one key head.
 template <typename C, typename MASKS, int PACK>
@@ -89,88 +92,67 @@ class ClusterScheduler {
   bool done_ = false;
 };
 
-// Either every CTA takes tiles of rows, one after the other, as it gets done with them: in a sequence the longest ones
-// first, of as many heads as leave their keys in L2. Or, where that would leave CTAs without work for long, all tiles
-// of keys of all tiles of rows are numbered one after the other, and every CTA has as many of them as any other.
+// What a CTA computes is decided in one of three ways, of which the one that is expected to take least time is taken:
+// - Every CTA takes tiles of rows, one after the other, as it gets done with them: in a sequence the longest ones
+//   first, of as many heads as leave their keys in L2.
+// - The keys of all tiles of rows are divided into equally many parts, and every CTA takes up to three: first those of
+//   the first keys. So all CTAs are at the same keys of all heads, which lie side by side in DRAM.
+// - All tiles of keys of all tiles of rows are numbered one after the other, and every CTA has as many of them as any
+//   other. That is even whatever the lengths are, but CTAs are at other keys than their neighbours.
 template <typename C, typename MASKS, int PACK>
 class Scheduler {
  public:
   __device__ __forceinline__ explicit Scheduler(const VarlenParams& params) : params_(params) {
     int tiles = 0, keys = 0, longest = 0;  // tiles of rows, and of keys, of all and of one
-    for (int first = 0; first < params.batch; first += 32) {
-      count_tiles(first, tiles, keys, longest);
+    Count own{};
+    // The first group comes last, and is the one that is looked at first.
+    for (int first = (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {
+      own = count(first);
+      tiles += own.tiles, keys += own.keys, longest = max(longest, own.longest);
     }
-    total_ = warp_total(tiles) * params.heads_kv;
-    const int ctas = static_cast<int>(gridDim.x);
-    if (params.part_heads) {
-      keys = warp_total(keys) * params.heads_kv;
+    units_ = total_ = warp_total(tiles) * params.heads_kv;
+    at_ = static_cast<int>(blockIdx.x);
+    if (params.part_heads && total_ > 0) {
       for (int offset = 16; offset > 0; offset /= 2)
         longest = max(longest, __shfl_xor_sync(FULL_WARP, longest, offset));
-      each_ = max((keys + ctas - 1) / ctas, LEAST_SHARE);
-      const int rounds = (total_ + ctas - 1) / ctas;
-      // mutation: who computes what changes no result
-      shares_ = total_ > 0 && max(longest, keys / total_ * rounds) > each_ + each_ / WORTH + SHARING_COSTS;
+      share(warp_total(keys) * params.heads_kv, longest);
     }
-    if (shares_) {
-      total_ = keys;
-      at_ = min(total_, static_cast<int>(blockIdx.x) * each_), end_ = min(total_, at_ + each_);
-    } else {
-      at_ = static_cast<int>(blockIdx.x);
-      take();
-    }
-    load_group();
+    if (each_ == 0 && parts_ == 1) take();
+    set_group(own);
   }
 
   // The CTA's next segment; one without tiles of keys when there is none.
   __device__ __forceinline__ Segment next() {
     Segment segment{};
-    if (shares_) {
-      if (at_ >= end_) return segment;
-      seek(at_);
-      const RowTiles<C, MASKS, PACK> row_tiles(params_, sequence_);
-      const int of_head = in_sequence_ / params_.heads_kv, place = at_ - begin_;
-      segment.head_kv = place / of_head;
-      int unit_begin = begin_ + segment.head_kv * of_head, tile = 0, own = 0;
-      for (;; tile += 32) {  // finds the tile of rows
-        // mutation: a tile behind the last one is behind every place
-        own = tile + lane() < row_tiles.count ? row_tiles.key_tiles(tile + lane()) : 0;
-        const int sum = warp_prefix(own);
-        const unsigned past = __ballot_sync(FULL_WARP, unit_begin + sum > at_);
-        const int found = past == 0 ? 31 : __ffs(past) - 1;
-        unit_begin += __shfl_sync(FULL_WARP, past == 0 ? sum : sum - own, found);
-        if (past == 0) continue;
-        tile += found, own = __shfl_sync(FULL_WARP, own, found);
-        break;
+    segment.slot = -1;
+    if (each_ > 0) {
+      if (at_ < total_) take_numbered(segment);
+      return segment;
+    }
+    while (at_ < total_) {
+      const int part = parts_ > 1 ? at_ / units_ : 0, unit = at_ - part * units_;
+      if (part > 0) rewind();
+      take_rows(segment, unit);
+      segment.parts = 1;
+      if (parts_ == 1) {
+        at_ = __shfl_sync(FULL_WARP, taken_, 0);
+        take();
+        return segment;
       }
-      const int unit_end = unit_begin + own, stop = min(end_, unit_end);
-      row_tiles.describe(segment, sequence_, tile);
-      segment.owner = unit_begin / each_;
-      segment.parts = (unit_end - 1) / each_ - segment.owner + 1;
-      segment.part = static_cast<int>(blockIdx.x) - segment.owner;
-      segment.first_tile += at_ - unit_begin, segment.tiles = stop - at_;
-      at_ = stop;
-      return segment;
+      at_ += static_cast<int>(gridDim.x);
+      const int each = (segment.tiles + parts_ - 1) / parts_, first = part * each;
+      segment.part = part, segment.parts = (segment.tiles + each - 1) / each;
+      segment.owner = parts_ <= MOST_AT_ONCE ? unit : unit * parts_, segment.slot = unit * parts_;
+      segment.tiles = min(each, segment.tiles - first), segment.first_tile += first;
+      if (segment.tiles > 0) return segment;  // else there are fewer parts than of others
     }
-    if (at_ >= total_) {
-      if (lane() == 0) finish();
-      return segment;
-    }
-    seek(at_);
-    const RowTiles<C, MASKS, PACK> row_tiles(params_, sequence_);
-    constexpr int ROW_BYTES = 2 * C::HEAD_DIM * static_cast<int>(sizeof(typename C::T));  // of K and V
-    const int heads = min(max(SECTION_BYTES / ROW_BYTES / max(row_tiles.sequence.keys, 1), 1), params_.heads_kv);
-    const int section = (at_ - begin_) / (heads * row_tiles.count), first_head = section * heads;
-    const int place = at_ - begin_ - first_head * row_tiles.count,
-              of_section = min(heads, params_.heads_kv - first_head);
-    segment.head_kv = first_head + place % of_section;
-    row_tiles.describe(segment, sequence_, row_tiles.count - 1 - place / of_section);
-    segment.parts = 1;
-    at_ = __shfl_sync(FULL_WARP, taken_, 0);
-    take();
+    if (parts_ == 1 && lane() == 0) finish();
+    segment.tiles = 0;
     return segment;
   }
 
  private:
+  static constexpr int ROW_BYTES = 2 * C::HEAD_DIM * static_cast<int>(sizeof(typename C::T));  // of K and V
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ static int warp_total(int x) {
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(FULL_WARP, x, offset);
@@ -186,38 +168,116 @@ class Scheduler {
     return x;
   }
 
-  // Adds what the lane's sequence of 32 has for a key head. Sequences of many tiles of rows are looked at by all lanes.
-  __device__ __forceinline__ void count_tiles(int first, int& tiles, int& keys, int& longest) const {
+  // Decides whether CTAs share the keys of a tile of rows, and how: of `keys` tiles of keys of all of them, and of
+  // `longest` of one.
+  __device__ __forceinline__ void share(int keys, int longest) {
+    const int ctas = static_cast<int>(gridDim.x), rounds = (total_ + ctas - 1) / ctas;
+    const int numbered = max((keys + ctas - 1) / ctas, LEAST_SHARE);
+    // mutation: who computes what changes no result
+    const int whole = max(longest, keys / total_ * rounds);
+    if (whole <= numbered + numbered / WORTH) return;
+    // mutation: who computes what changes no result
+    const bool in_l2 =
+        static_cast<int64>(longest) * (C::BLOCK_N * ROW_BYTES) * params_.batch * params_.heads_kv <= L2_BYTES;
+    int least = numbered + (in_l2 ? 0 : numbered / APART) + 2 * SHARING_COSTS, parts = 0;
+#pragma unroll 1
+    for (int taken = 1; taken <= MOST_TAKEN; ++taken) {
+      const int fitting = min(ctas * taken / total_, longest / LEAST_SHARE);
+      if (fitting <= 1 || (taken > 1 && fitting > MOST_AT_ONCE)) continue;
+      // mutation: who computes what changes no result
+      const int cost = taken * ((longest + fitting - 1) / fitting + SHARING_COSTS);
+      if (cost < least) least = cost, parts = fitting;
+    }
+    // mutation: who computes what changes no result
+    if (whole <= least + least / WORTH) return;
+    if (parts > 1) {
+      parts_ = parts, total_ *= parts;
+      return;
+    }
+    each_ = numbered, at_ = min(keys, at_ * each_), total_ = min(keys, at_ + each_);
+  }
+
+  // The next tiles of keys, where they are numbered.
+  __device__ __forceinline__ void take_numbered(Segment& segment) {
+    seek(at_);
+    const RowTiles<C, MASKS, PACK> row_tiles(params_, sequence_);
+    const int of_head = in_sequence_ / params_.heads_kv, place = at_ - begin_;
+    segment.head_kv = place / of_head;
+    int unit_begin = begin_ + segment.head_kv * of_head, tile = 0, own = 0;
+    for (;; tile += 32) {  // finds the tile of rows
+      // mutation: a tile behind the last one is behind every place
+      own = tile + lane() < row_tiles.count ? row_tiles.key_tiles(tile + lane()) : 0;
+      const int sum = warp_prefix(own);
+      const unsigned past = __ballot_sync(FULL_WARP, unit_begin + sum > at_);
+      const int found = past == 0 ? 31 : __ffs(past) - 1;
+      unit_begin += __shfl_sync(FULL_WARP, past == 0 ? sum : sum - own, found);
+      if (past == 0) continue;
+      tile += found, own = __shfl_sync(FULL_WARP, own, found);
+      break;
+    }
+    const int unit_end = unit_begin + own, stop = min(total_, unit_end);
+    row_tiles.describe(segment, sequence_, tile);
+    segment.owner = unit_begin / each_;
+    segment.parts = (unit_end - 1) / each_ - segment.owner + 1;
+    segment.part = static_cast<int>(blockIdx.x) - segment.owner;
+    segment.first_tile += at_ - unit_begin, segment.tiles = stop - at_;
+    at_ = stop;
+  }
+
+  // A tile of rows, with all of its keys.
+  __device__ __forceinline__ void take_rows(Segment& segment, int unit) {
+    seek(unit);
+    const RowTiles<C, MASKS, PACK> row_tiles(params_, sequence_);
+    const int heads = min(max(SECTION_BYTES / ROW_BYTES / max(row_tiles.sequence.keys, 1), 1), params_.heads_kv);
+    const int section = (unit - begin_) / (heads * row_tiles.count), first_head = section * heads;
+    const int place = unit - begin_ - first_head * row_tiles.count,
+              of_section = min(heads, params_.heads_kv - first_head);
+    segment.head_kv = first_head + place % of_section;
+    row_tiles.describe(segment, sequence_, row_tiles.count - 1 - place / of_section);
+  }
+
+  // What a lane's sequence has for a key head.
+  struct Count {
+    int tiles;          // of rows
+    int keys, longest;  // tiles of keys, of all tiles of rows and of one
+  };
+
+  // Looks at 32 sequences, from `first` on. Those of many tiles of rows are looked at by all lanes.
+  __device__ __forceinline__ Count count(int first) const {
     constexpr int FEW = 4;
     const int b = first + lane();
-    int own = 0;
+    Count own{};
     if (b < params_.batch) {
       const RowTiles<C, MASKS, PACK> row_tiles(params_, b);
-      own = row_tiles.count, tiles += own;
-      for (int tile = 0; params_.part_heads && own <= FEW && tile < own; ++tile) {
+      own.tiles = row_tiles.count;
+      for (int tile = 0; params_.part_heads && own.tiles <= FEW && tile < own.tiles; ++tile) {
         const int seen = row_tiles.key_tiles(tile);
-        keys += seen, longest = max(longest, seen);
+        own.keys += seen, own.longest = max(own.longest, seen);
       }
     }
-    unsigned long_ones = __ballot_sync(FULL_WARP, params_.part_heads && own > FEW);
+    unsigned long_ones = __ballot_sync(FULL_WARP, params_.part_heads && own.tiles > FEW);
     for (; long_ones != 0; long_ones &= long_ones - 1) {
       const int which = __ffs(long_ones) - 1;
       const RowTiles<C, MASKS, PACK> row_tiles(params_, first + which);
       int sum = 0;
       for (int tile = lane(); tile < row_tiles.count; tile += 32) {
         const int seen = row_tiles.key_tiles(tile);
-        sum += seen, longest = max(longest, seen);
+        sum += seen, own.longest = max(own.longest, seen);
       }
       sum = warp_total(sum);
-      if (lane() == which) keys += sum;
+      if (lane() == which) own.keys += sum;
     }
+    return own;
   }
 
   // Finds where the sequences of a group begin.
-  __device__ __forceinline__ void load_group() {
-    int tiles = 0, keys = 0, longest = 0;
-    count_tiles(group_, tiles, keys, longest);
-    own_ = (shares_ ? keys : tiles) * params_.heads_kv, sum_ = warp_prefix(own_);
+  __device__ __forceinline__ void set_group(const Count& own) {
+    own_ = (each_ > 0 ? own.keys : own.tiles) * params_.heads_kv, sum_ = warp_prefix(own_);
+  }
+
+  // Goes back to the first sequences: ahead of them is an empty group.
+  __device__ __forceinline__ void rewind() {
+    if (group_ > 0) group_ = -32, group_begin_ = own_ = sum_ = 0;
   }
 
   // Finds the sequence that a place, which is not before the last one, lies in.
@@ -232,7 +292,7 @@ class Scheduler {
         return;
       }
       group_begin_ += __shfl_sync(FULL_WARP, sum_, 31), group_ += 32;
-      load_group();
+      set_group(count(group_));
     }
   }
 
@@ -252,8 +312,10 @@ class Scheduler {
   }
 
   const VarlenParams& params_;
-  bool shares_ = false;
-  int total_, each_ = 1, at_, end_ = 0, taken_ = 0;
+  int each_ = 0;           // tiles of keys of a CTA, where they are numbered; else 0
+  int units_, parts_ = 1;  // tiles of rows, and parts of each
+  int at_, total_;         // places: of parts, or of tiles of keys where these are numbered
+  int taken_ = 0;
   int group_ = 0, group_begin_ = 0, own_, sum_;     // of 32 sequences: the first, its place, this lane's, those before
   int sequence_ = 0, begin_ = 0, in_sequence_ = 0;  // where at_ is
 };

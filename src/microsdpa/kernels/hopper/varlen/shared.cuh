@@ -31,8 +31,12 @@ struct alignas(16) Segment {
   int first_query;        // in packed tensors
   int first_key;
   int from, end;           // keys that any of the rows sees
-  int part, parts, owner;  // of those that share the rows, and the CTA that has the first one
+  int part, parts, owner;  // of those that share the rows, and the place of their counter
+  int slot;                // of the first part in the workspace; -1 where that follows from the owner
 };
+
+// Parts of the keys of a tile of rows that are added at once; more are added in two steps.
+constexpr int MOST_AT_ONCE = 16;
 
 // Segments whose description is in shared memory at once: those of the ring of queries, the one whose output is being
 // written, and one that not all consumers have come to.
@@ -59,7 +63,8 @@ struct SharedStorage {
 };
 
 // What a warpgroup leaves of rows whose keys CTAs share: O, not divided by l, and the rows' statistics, as its threads
-// hold them. A CTA has two of them at most: of keys from the first one on, and of keys that another CTA has begun with.
+// hold them. A CTA has three of them at most. Where tiles of keys are numbered, the owner is the CTA that has the first
+// part, and a CTA has two: of keys from the first one on, and of keys that another CTA has begun with.
 template <typename C>
 struct Partials {
   static constexpr int STATISTICS = C::HEAD_DIM / 8;                       // behind so many fours of O
@@ -71,7 +76,7 @@ struct Partials {
 
   // The thread's `four`th four floats of O, or its rows' statistics.
   __device__ __forceinline__ float4* at(const Segment& segment, int part, int warpgroup, int thread, int four) const {
-    const int64 place = 2 * static_cast<int64>(segment.owner + part) + (part == 0);
+    const int64 place = segment.slot < 0 ? 2 * (segment.owner + part) + (part == 0) : segment.slot + part;
     return reinterpret_cast<float4*>(workspace + (place * C::CONSUMERS + warpgroup) * FLOATS) +
            four * WARPGROUP_THREADS + thread;
   }

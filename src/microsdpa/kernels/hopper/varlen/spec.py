@@ -19,6 +19,8 @@ from microsdpa.kernels.problem import (
 )
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, TensorMap, refused_head_dim
 
+MOST_TAKEN = 3
+"""Parts of the keys of tiles of rows that a CTA takes at most, as in scheduler.cuh."""
 SEGMENTS, SEGMENT_BYTES = 4, 64
 """Descriptions of segments in shared memory."""
 DEEPEST = 5
@@ -88,6 +90,10 @@ FEW_WIDE = Tiles(1, 128, True)
 """The same where clusters have fewer CTAs than there are SMs: their time is that of a CTA, not that of memory."""
 SOME = Tiles(2, 128, True)
 """For up to 128 rows, where there are larger tiles too."""
+LARGE = Tiles(4, 64, False)
+"""Where TILES has three consumers: for 193 to 256 rows, and 385 to 512, of which tiles of 192 would lack a part."""
+FEWEST_LARGE, LONG_KEYS = 64, 4096
+"""Sequences and key heads, or keys of a sequence, from which on these are taken: fewer CTAs have more each."""
 TILES = {
     32: Tiles(3, 128, False),
     48: Tiles(3, 128, False),
@@ -156,7 +162,14 @@ def tiles_of(problem: Problem) -> Tiles:
     if rows <= FEW.block_m and problem.head_dim <= LARGEST_OF_FEW:
         return _few(problem)
     large = TILES[padded(problem.head_dim)]
-    return SOME if rows <= SOME.block_m < large.block_m else large
+    if large.consumers != 3:
+        return large
+    if rows <= SOME.block_m:
+        return SOME
+    fills = ceil(rows / LARGE.block_m) < ceil(rows / large.block_m) and rows <= 2 * LARGE.block_m
+    modified = problem.mask is not None and (problem.mask.softcap or problem.mask.alibi)
+    much = problem.batch * problem.heads_kv >= FEWEST_LARGE or problem.seqlen_k >= LONG_KEYS
+    return LARGE if fills and much and not modified else large
 
 
 def forward(problem: Problem) -> KernelSpec | Rejection:
@@ -243,9 +256,9 @@ def _specification(
 
 
 def workspace_bytes(spec: KernelSpec) -> int:
-    """Scratch memory of a call whose keys may be divided: two partial outputs for each CTA (Partials of shared.cuh)."""
+    """Scratch memory of a call whose keys may be divided: MOST_TAKEN partial outputs a CTA (Partials of shared.cuh)."""
     head_dim = int(dict(spec.template_args)["HEAD_DIM"])
-    return 2 * spec.max_ctas * spec.block_m * (head_dim + 8) * 4
+    return MOST_TAKEN * spec.max_ctas * spec.block_m * (head_dim + 8) * 4
 
 
 def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
