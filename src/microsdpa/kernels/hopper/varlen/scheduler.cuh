@@ -12,10 +12,10 @@ using namespace sequences;
 
 // Counters behind those of shared rows: segments that were taken, and CTAs that found no more.
 constexpr int TAKEN = 1022, FINISHED = 1023;
-// Tiles of keys that a part of the keys of a tile of rows costs, about, beside its own, and that it has at least. CTAs
-// share where that saves an eighth. Where they are at other keys than their neighbours, DRAM costs them a fourth.
+// What a part of the keys of a tile of rows costs beside its products, in tiles of keys, and how many it has at least.
+// CTAs share where that saves an eighth. At other keys than their neighbours they wait for DRAM a fourth longer.
 constexpr int SHARING_COSTS = 3, LEAST_SHARE = 4, WORTH = 8, APART = 4;
-// Parts that a CTA takes at most. Where it takes several, all parts of a tile of rows are added at once.
+// Parts that a CTA takes at most.
 constexpr int MOST_TAKEN = 3;
 // Bytes of K and V that the key heads that are computed at a time have: an L2 has 50 MB, and keeps some lines twice.
 constexpr int SECTION_BYTES = 16 << 20;
@@ -105,7 +105,7 @@ class Scheduler {
   __device__ __forceinline__ explicit Scheduler(const VarlenParams& params) : params_(params) {
     int tiles = 0, keys = 0, longest = 0;  // tiles of rows, and of keys, of all and of one
     Count own{};
-    // The first group comes last, and is the one that is looked at first.
+    // The first group is counted last: what is known of it is what next() wants first.
     for (int first = (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {
       own = count(first);
       tiles += own.tiles, keys += own.keys, longest = max(longest, own.longest);
@@ -168,8 +168,8 @@ class Scheduler {
     return x;
   }
 
-  // Decides whether CTAs share the keys of a tile of rows, and how: of `keys` tiles of keys of all of them, and of
-  // `longest` of one.
+  // Decides whether CTAs share the keys of a tile of rows, and how. All tiles of rows have `keys` tiles of keys
+  // together, and one of them `longest`.
   __device__ __forceinline__ void share(int keys, int longest) {
     const int ctas = static_cast<int>(gridDim.x), rounds = (total_ + ctas - 1) / ctas;
     const int numbered = max((keys + ctas - 1) / ctas, LEAST_SHARE);

@@ -91,9 +91,9 @@ FEW_WIDE = Tiles(1, 128, True)
 SOME = Tiles(2, 128, True)
 """For up to 128 rows, where there are larger tiles too."""
 LARGE = Tiles(4, 64, False)
-"""Where TILES has three consumers: for 193 to 256 rows, and 385 to 512, of which tiles of 192 would lack a part."""
+"""Where TILES has three consumers: for 193 to 256 rows, and 385 to 512. Tiles of 192 rows would be one more."""
 FEWEST_LARGE, LONG_KEYS = 64, 4096
-"""Sequences and key heads, or keys of a sequence, from which on these are taken: fewer CTAs have more each."""
+"""Products of sequences and key heads, or keys of a sequence, from which on LARGE is taken: its CTAs are fewer."""
 TILES = {
     32: Tiles(3, 128, False),
     48: Tiles(3, 128, False),
