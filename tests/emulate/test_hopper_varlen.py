@@ -290,7 +290,7 @@ def costs(directory: Path, old: str = "", new: str = "") -> Path:
 
 ROWS = VarlenCall(queries=(100,), keys=(760,), storage="dense", causal=True, group=2, head_dim=128)
 TWO = replace(ROWS, queries=(100, 100))
-MANY = replace(ROWS, queries=(1,) * 40, keys=(*range(480, 500), 60, *range(490, 509)), group=64, head_dim=136)
+MANY = replace(ROWS, queries=(1,) * 40, keys=(*range(480, 485), 60, *range(474, 508)), group=64, head_dim=136)
 IN_PARTS = {
     "two of three parts a CTA": PackedCase(ROWS, ctas=3),
     "three of two parts a CTA": PackedCase(replace(TWO, keys=(1280, 1270), sinks="inputs"), ctas=3),
@@ -309,6 +309,13 @@ def test_ctas_share_keys_in_parts(name: str, tmp_path: Path) -> None:
         assert wrong(case, *found, costs(tmp_path / f"{schedule.backwards}"), schedule) == ""
     broken = costs(tmp_path / "broken", "segment.first_tile += first;", "segment.first_tile += 0;")
     assert wrong(case, *found, broken, Schedule(0)) != ""
+
+
+def test_a_cta_goes_on_behind_a_part_without_keys(tmp_path: Path) -> None:
+    case = IN_PARTS["of more sequences than a warp has lanes"]
+    (found,) = of(case, "hopper/varlen")
+    ends = costs(tmp_path, "if (segment.tiles > 0) return segment;", "if (segment.tiles >= 0) return segment;")
+    assert wrong(case, *found, ends, Schedule(0)) != ""
 
 
 FOUR = {

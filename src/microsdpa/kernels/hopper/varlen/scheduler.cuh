@@ -144,7 +144,9 @@ class Scheduler {
       segment.part = part, segment.parts = (segment.tiles + each - 1) / each;
       segment.owner = parts_ <= MOST_AT_ONCE ? unit : unit * parts_, segment.slot = unit * parts_;
       segment.tiles = min(each, segment.tiles - first), segment.first_tile += first;
-      if (segment.tiles > 0) return segment;  // else there are fewer parts than of others
+      // There may be fewer parts than of others.
+      // mutation: few keys give a CTA one part, and one without keys ends it as well
+      if (segment.tiles > 0) return segment;
     }
     if (parts_ == 1 && lane() == 0) finish();
     segment.tiles = 0;
