@@ -14,13 +14,14 @@ from stub_harness import PRIMARY, UNCHANGED, _clean, address_of, maps_of_last, p
 
 from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.options import TURNED_BIT, VARLEN_OPTIONS, Options
-from microsdpa.call.sequences import Sequences
+from microsdpa.call.sequences import Sequences, rounded_queries
 from microsdpa.call.validate import check
 from microsdpa.emulate.abi import AppendParams, CacheParams, NormedParams, VarlenParams
 from microsdpa.execution import varlen
 from microsdpa.execution.choice import problem_of
 from microsdpa.kernels import Grid, KernelSpec
 from microsdpa.kernels.ampere.varlen import spec as kernel
+from microsdpa.kernels.hopper.varlen.spec import FEWEST_LARGE
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.kernels.select import select
@@ -418,6 +419,31 @@ def test_one_plan_serves_all_sizes_of_many_sequences() -> None:
     assert launcher.launch(*grown.call()) is True
     got = latest()
     assert (got.batch, got.page_size, got.pages, got.most_keys) == (200, 48, 5000, 2400)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 7, 9, 13, 24, 25, 48, 49, 190, 193, 700])
+def test_queries_that_are_rounded_alike_share_a_plan(queries: int) -> None:
+    given = CASES["decode, pages"]
+    rounded = rounded_queries(queries)
+    register(replace(given, query=(3, queries, 8, 64)))
+    assert launcher.launch(*Given((3, rounded, 8, 64), integers=given.integers).call()) is True
+    assert launcher.launch(*Given((3, rounded + 1, 8, 64), integers=given.integers).call()) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "pages", "other_batch", "other_pages"), [(31, 250, 32, 250), (2, 255, 2, 256), (40, 255, 40, 256)]
+)
+def test_tiles_of_more_rows_have_a_plan_of_their_own(
+    batch: int, pages: int, other_batch: int, other_pages: int
+) -> None:
+    """They are for 64 key heads of all sequences, or more, or 4,096 keys: there, all lengths share a plan."""
+    calls = [
+        Given((b, 60, 8, 64), integers={"lengths": (b,), "page_table": (b, n)})
+        for b, n in ((batch, pages), (other_batch, other_pages))
+    ]
+    register(calls[0])
+    many = 2 * batch >= FEWEST_LARGE
+    assert launcher.launch(*calls[1].call()) is (True if many else None)
 
 
 def test_one_plan_serves_all_packed_queries_of_a_class() -> None:

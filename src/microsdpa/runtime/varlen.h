@@ -24,11 +24,11 @@ struct Sharing {
 };
 constexpr Sharing SHARING[] = {{15, 8192, 0}, {30, 2048, 0}, {66, 4096, 257}, {132, 1024, 0}};
 
-// The same for kernels/hopper/varlen/spec.py, and a number of keys at which sequences of more rows have another kernel:
-// MOST_KEYS_OF_MMA of kernels/policy.py.
+// The same for kernels/hopper/varlen/spec.py, with FEWEST_LARGE and LONG_KEYS, at which it may have larger tiles; and a
+// number of keys at which sequences of more rows have another kernel: MOST_KEYS_OF_MMA of kernels/policy.py.
 constexpr Sharing SHARING_OF_HOPPER[] = {{4, 16384, 0}, {12, 16384, 0}, {28, 8192, 0}, {56, 8192, 0}, {128, 4096, 0}};
 constexpr std::int64_t MOST_KEYS_OF_MMA = 2048;
-constexpr std::int64_t FEWEST_LARGE = 64, LONG_KEYS = 4096;  // its tiles of 256 rows
+constexpr std::int64_t FEWEST_LARGE = 64, LONG_KEYS = 4096;
 
 constexpr std::int64_t FEWEST_NARROW_KEYS = 128, MOST_FEW_KEYS = 512;
 
