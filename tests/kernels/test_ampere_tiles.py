@@ -118,6 +118,12 @@ def test_long_keys_are_split_among_ctas_where_few_queries_leave_the_chip_empty(t
         ({"seqlen_k": 128, "batch": 64}, 1, False, tiles.TINY_128),  # 14.3 and 19.1
         ({"seqlen_k": 64, "batch": 64}, 1, False, tiles.TINY_64),  # 8.2 and 14.8
         ({"seqlen_k": 32, "batch": 200, "heads": 8}, 1, False, tiles.TINY_64),  # 12.9 and 35.9
+        ({"seqlen_k": 1500, "batch": 24}, 1, False, tiles.DECODE_LEAN),  # 50.9 us on an H100, DECODE_WIDE 55.3
+        ({"seqlen_k": 1500, "batch": 24, "head_dim": 64}, 1, False, tiles.DECODE_LEAN_DEEP),  # 27.0 and 29.9
+        ({"seqlen_k": 600, "batch": 24, "head_dim": 64}, 1, False, tiles.DECODE_LEAN_DEEP),  # DECODE_LEAN 5% more
+        ({"seqlen_k": 1500, "batch": 25}, 1, False, tiles.DECODE_WIDE),  # over one and a half CTAs an SM
+        ({"seqlen_k": 600, "batch": 32}, 1, False, tiles.DECODE_LEAN_DEEP),  # 28.6 us on an H100, DECODE_LEAN 32.3
+        ({"seqlen_k": 600, "batch": 32, "head_dim": 80}, 1, False, tiles.DECODE_LEAN),  # 19.0 and 21.9
         ({"seqlen_k": 4096, "head_dim": 256}, 8, True, tiles.DECODE_LARGE_HEADS),
     ],
 )

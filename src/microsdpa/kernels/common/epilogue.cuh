@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_rows(Tile& staging, unsigned row, const fl
   }
   __syncwarp();
   using Chunk = Vector<T, Tile::CHUNK>;
-  SwizzledTile<T, 16 * ROW_TILES, COLUMNS>::template for_each_chunk<32>(lane, [&](unsigned r, unsigned column) {
+  Tile::template WithRows<16 * ROW_TILES>::template for_each_chunk<32>(lane, [&](unsigned r, unsigned column) {
     if (COLUMNS != HEAD_DIM && column >= HEAD_DIM) return;
     if (T* out = destination(r)) {
       *reinterpret_cast<Chunk*>(out + column) = *reinterpret_cast<const Chunk*>(staging.at(row + r, column));

@@ -6,25 +6,41 @@
 
 namespace microsdpa {
 
+// Columns whose chunks of 16 bytes change places with one another: the largest power of two, up to 64, that divides a
+// row into equal groups.
+template <int COLUMNS>
+constexpr int SWIZZLED_GROUP = COLUMNS % 64 == 0   ? 64
+                               : COLUMNS % 32 == 0 ? 32
+                                                   : 16;
+
 // [ROWS, COLUMNS] elements of two bytes, for any COLUMNS that is a multiple of 16 and ROWS that is one of 8.
 //
-// The columns are cut into panels of 64 (or 32, or 16) elements, each stored whole: a row of a panel is a run of 128
-// (64, 32) bytes, and eight consecutive 16-byte chunks fill the 32 banks. The chunks of a row are permuted by XOR with
-// the number of the 128-byte line group that the row is in, so that one column of chunks, which is what ldmatrix reads
-// of eight rows, fills the banks as well.
-template <typename T, int ROWS, int COLUMNS>
+// The columns are cut into panels of PANEL elements, each stored whole. A panel is a group of 64, 32 or 16 columns, as
+// the patterns of wgmma and of bulk copies want it, or it is the whole row (SwizzledRows below). A row of a group has
+// eight, four or two chunks of 16 bytes. They are permuted by XOR with bits of the row's number. So eight consecutive
+// chunks of a row fill the 32 banks, and one column of chunks of eight rows, which is what ldmatrix reads, does as
+// well.
+template <typename T, int ROWS, int COLUMNS, int PANEL_ = SWIZZLED_GROUP<COLUMNS>>
 struct SwizzledTile {
   static constexpr int CHUNK = 16 / sizeof(T);
-  static constexpr int PANEL = COLUMNS % 64 == 0 ? 64 : COLUMNS % 32 == 0 ? 32 : 16;
-  static constexpr int CHUNKS = PANEL / CHUNK;  // of a panel's row
+  static constexpr int PANEL = PANEL_, GROUP = SWIZZLED_GROUP<COLUMNS>;
+  // Columns of a row that neighbouring threads copy: a panel's, or at most 128 bytes of a whole row.
+  static constexpr int PART = PANEL == GROUP ? GROUP : COLUMNS >= 64 ? 64 : 32;
+  static constexpr int CHUNKS = GROUP / CHUNK;  // of a group's row
   static_assert(sizeof(T) == 2 && COLUMNS % 16 == 0 && ROWS % 8 == 0, "a tile of whole ldmatrix matrices");
+  static_assert(PANEL == GROUP || PANEL == COLUMNS, "panels are groups, or whole rows");
+
+  template <int OTHER>
+  using WithRows = SwizzledTile<T, OTHER, COLUMNS, PANEL>;
 
   alignas(128) T data[ROWS * COLUMNS];
 
   // The chunk at (row + first_row, column); first_row is a multiple of 8. In a loop `row` and `column` are the lane's,
-  // and what depends on the iteration alone, first_row and the panel, is a constant in the address of a load.
+  // and what depends on the iteration alone, first_row and the group, is a constant in the address of a load.
   __device__ __forceinline__ static unsigned index(unsigned row, unsigned column) {
-    return row * PANEL + ((column % PANEL) ^ (row * CHUNKS / 8 % CHUNKS * CHUNK));
+    const unsigned within = (column % GROUP) ^ (row * CHUNKS / 8 % CHUNKS * CHUNK);
+    if constexpr (PANEL == GROUP) return row * PANEL + within;
+    return row * PANEL + within + column / GROUP * GROUP;
   }
   __device__ __forceinline__ T* at(unsigned row, unsigned column, unsigned first_row = 0) {
     return data + index(row, column) + (column / PANEL * ROWS + first_row) * PANEL;
@@ -34,18 +50,24 @@ struct SwizzledTile {
   }
 
   // Calls visit(row, column) for the chunks that this one of THREADS threads has to move. Eight consecutive threads
-  // have eight consecutive chunks of a panel: whole 128-byte lines of shared memory.
+  // have eight consecutive chunks of a panel, or of a part of its rows: all banks of shared memory.
   template <int THREADS, typename Visit>
   __device__ __forceinline__ static void for_each_chunk(unsigned thread, Visit visit) {
-    constexpr int COUNT = ROWS * COLUMNS / CHUNK;
-    constexpr int IN_PANEL = ROWS * CHUNKS;
+    if constexpr (PANEL != GROUP) {
+      visit_columns<THREADS, 0>(thread, visit);
+    } else {
+      constexpr int COUNT = ROWS * COLUMNS / CHUNK;
+      constexpr int IN_PANEL = ROWS * CHUNKS;
 #pragma unroll
-    for (int first = 0; first < COUNT; first += THREADS) {
-      if constexpr (IN_PANEL % THREADS == 0) {  // the panel is known when compiling
-        visit(first % IN_PANEL / CHUNKS + thread / CHUNKS, first / IN_PANEL * PANEL + thread % CHUNKS * CHUNK);
-      } else {
-        const unsigned i = first + thread;
-        if (COUNT % THREADS == 0 || i < COUNT) visit(i % IN_PANEL / CHUNKS, i / IN_PANEL * PANEL + i % CHUNKS * CHUNK);
+      for (int first = 0; first < COUNT; first += THREADS) {
+        if constexpr (IN_PANEL % THREADS == 0) {  // the panel is known when compiling
+          visit(first % IN_PANEL / CHUNKS + thread / CHUNKS, first / IN_PANEL * PANEL + thread % CHUNKS * CHUNK);
+        } else {
+          const unsigned i = first + thread;
+          if (COUNT % THREADS == 0 || i < COUNT) {
+            visit(i % IN_PANEL / CHUNKS, i / IN_PANEL * PANEL + i % CHUNKS * CHUNK);
+          }
+        }
       }
     }
   }
@@ -84,6 +106,35 @@ struct SwizzledTile {
       });
     }
   }
+
+ private:
+  // for_each_chunk() of whole rows, for the columns from FIRST on: a part of 64, 32 or 16 columns, the widest that
+  // there is, and then the rest. A part of 64 columns is 128 bytes of a row in global memory.
+  template <int THREADS, int FIRST, typename Visit>
+  __device__ __forceinline__ static void visit_columns(unsigned thread, Visit visit) {
+    if constexpr (FIRST < COLUMNS) {
+      constexpr int LEFT = COLUMNS - FIRST, WIDTH = LEFT >= 64 ? 64 : LEFT >= 32 ? 32 : 16;
+      constexpr int OF_ROW = WIDTH / CHUNK, COUNT = ROWS * OF_ROW;
+      static_assert(THREADS % OF_ROW == 0, "threads move whole parts");
+      // Eight threads have two rows. Those next to each other would share banks: they have every other one.
+      constexpr bool IN_TURN = WIDTH == 32 && COLUMNS % 32 == 16;
+#pragma unroll
+      for (int first = 0; first < COUNT; first += THREADS) {
+        if (COUNT % THREADS == 0 || first + thread < COUNT) {
+          const unsigned row = thread / OF_ROW;
+          visit(first / OF_ROW + (IN_TURN ? row / 4 * 4 + row % 2 * 2 + row / 2 % 2 : row),
+                FIRST + thread % OF_ROW * CHUNK);
+        }
+      }
+      visit_columns<THREADS, FIRST + WIDTH>(thread, visit);
+    }
+  }
 };
+
+// The same with whole rows next to one another where groups would have at most MOST columns: rows of 80 are read from
+// global memory in parts of 64 and 16 columns, where panels of 16 would have 32 bytes of a row at a time.
+template <typename T, int ROWS, int COLUMNS, int MOST = 16>
+using SwizzledRows =
+    SwizzledTile<T, ROWS, COLUMNS, (SWIZZLED_GROUP<COLUMNS> <= MOST ? COLUMNS : SWIZZLED_GROUP<COLUMNS>)>;
 
 }  // namespace microsdpa

@@ -23,11 +23,15 @@
 
 namespace microsdpa::ampere::general {
 
+// Whole rows take more addresses than panels, which pays for 80 columns and more.
+template <typename T, int ROWS, int COLUMNS>
+using GeneralTile = SwizzledRows<T, ROWS, COLUMNS, (COLUMNS > 64 ? 16 : 0)>;
+
 template <typename T, int COLUMNS, int BLOCK_M, int BLOCK_N>
 struct GeneralTiles {
-  SwizzledTile<T, BLOCK_M, COLUMNS> query;
-  SwizzledTile<T, BLOCK_N, COLUMNS> key[2];
-  SwizzledTile<T, BLOCK_N, COLUMNS> value[2];
+  GeneralTile<T, BLOCK_M, COLUMNS> query;
+  GeneralTile<T, BLOCK_N, COLUMNS> key[2];
+  GeneralTile<T, BLOCK_N, COLUMNS> value[2];
 };
 
 // Brings rows of HEAD_DIM elements into a tile that may be wider; what does not exist becomes zeros. Rows on 16 bytes
@@ -73,7 +77,7 @@ __device__ __forceinline__ void store_tile(Tile& staging, unsigned warp_row,
     }
   }
   __syncwarp();
-  SwizzledTile<T, 16 * ROW_TILES, COLUMNS>::template for_each_chunk<32>(lane, [&](unsigned row, unsigned column) {
+  Tile::template WithRows<16 * ROW_TILES>::template for_each_chunk<32>(lane, [&](unsigned row, unsigned column) {
     if (static_cast<int>(row) >= valid_rows || column >= HEAD_DIM) return;
     using Chunk = Vector<T, Tile::CHUNK>;
     const Chunk chunk = *reinterpret_cast<const Chunk*>(staging.at(warp_row + row, column));
@@ -191,7 +195,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   }
 
   constexpr int KEPT = COLUMNS <= 64 ? COLUMNS / 16 : 0;
-  const QueryOperand<SwizzledTile<T, BLOCK_M, COLUMNS>, ROW_TILES, COLUMNS, KEPT> query(tiles.query, warp_row);
+  const QueryOperand<GeneralTile<T, BLOCK_M, COLUMNS>, ROW_TILES, COLUMNS, KEPT> query(tiles.query, warp_row);
   OnlineSoftmax<ROW_TILES> softmax;
   rows.add_sinks(softmax);
   const DropoutOf<DROPOUT> philox(given);
@@ -268,7 +272,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     }
   }
   __syncwarp();  // of the query tile the warp reads and writes its own rows only
-  store_tile<T, HEAD_DIM, LOAD_BYTES, SwizzledTile<T, BLOCK_M, COLUMNS>, ROW_TILES, COLUMNS>(
+  store_tile<T, HEAD_DIM, LOAD_BYTES, GeneralTile<T, BLOCK_M, COLUMNS>, ROW_TILES, COLUMNS>(
       tiles.query, warp_row, o, scale, head.out + warp_first * call.out_strides.row, call.out_strides.row,
       call.seqlen_q - warp_first);
 }

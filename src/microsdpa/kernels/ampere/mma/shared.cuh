@@ -17,8 +17,8 @@ struct Tiles {
   static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS_M;
   static constexpr int GROUP_THREADS = 32 * WARPS_M, THREADS = GROUP_THREADS * WARPS_N;
-  using QueryTile = SwizzledTile<T, BLOCK_M, COLUMNS>;
-  using KeyTile = SwizzledTile<T, BLOCK_N, COLUMNS>;
+  using QueryTile = SwizzledRows<T, BLOCK_M, COLUMNS, 32>;
+  using KeyTile = SwizzledRows<T, BLOCK_N, COLUMNS, 32>;
 
   // Whether a tensor has a column of a tile, and the column itself, or one that a tensor has.
   __device__ __forceinline__ static constexpr bool exists(unsigned column) {

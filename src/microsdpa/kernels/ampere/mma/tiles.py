@@ -100,6 +100,7 @@ TINY_64, TINY_128, TINY_512 = (
     Tiling(64, 1, 2, 4, 2, resident=True),
 )
 DECODE, DECODE_LEAN = Tiling(32, 1, 1, 4), Tiling(16, 1, 1, 4)
+DECODE_LEAN_DEEP = replace(DECODE_LEAN, stages=3)
 DECODE_DEEP, DECODE_WIDE = Tiling(32, 1, 1, 4, 3), Tiling(16, 1, 1, 8, 3)
 DECODE_LARGE_HEADS = Tiling(16, 1, 1, 4, 3, kept=0)
 DECODE_LARGE_HEADS_LEAN = Tiling(16, 1, 1, 2, kept=0)
@@ -127,7 +128,7 @@ def candidates(problem: Problem) -> list[Tiling]:
     few_rows = (DECODE_DEEP, DECODE_WIDE) if hopper else (DECODE, DECODE_LEAN)
     decode = [one for tiling in few_rows for one in _splits(tiling)]
     if hopper:
-        decode += [DECODE_LEAN, *_clusters(DECODE_DEEP), *_clusters(DECODE_WIDE)]
+        decode += [DECODE_LEAN, DECODE_LEAN_DEEP, *_clusters(DECODE_DEEP), *_clusters(DECODE_WIDE)]
     if problem.head_dim > 64:
         return [_streaming(problem), SMALL, TINY_64, TINY_128, *decode]
     return [_streaming(problem), *_splits(PAIRED), SMALL, TINY_64, TINY_128, TINY_512, *decode]
@@ -243,7 +244,7 @@ def measured(problem: Problem) -> Tiling | None:
     if problem.mask is not None:
         return _decoding(problem)
     if problem.seqlen_q <= 16 and (problem.seqlen_k > 128 or ctas_of(problem, DECODE_DEEP) > sms):
-        return _decoding_few_keys(problem) or _decoding(problem)
+        return _decoding_in_small_ctas(problem) or _decoding(problem)
     if problem.head_dim > 128:
         return None
     if problem.head_dim <= 64 and splits_long_keys(problem):
@@ -264,14 +265,24 @@ def splits_long_keys(problem: Problem) -> bool:
     return 8 * tiles <= chip_of(problem.target).sms
 
 
-def _decoding_few_keys(problem: Problem) -> Tiling | None:
-    """For up to 16 queries of few keys, in more CTAs than SMs: small CTAs, of which an SM has several."""
-    if problem.head_dim > 128 or ctas_of(problem, DECODE_LEAN) <= chip_of(problem.target).sms:
+def _decoding_in_small_ctas(problem: Problem) -> Tiling | None:
+    """For up to 16 queries in more CTAs than SMs: small CTAs, of which an SM has several.
+
+    They are for few keys, and for a second CTA of few SMs: large ones would leave most SMs idle behind the first.
+    """
+    ctas, sms, head_dim = ctas_of(problem, DECODE_LEAN), chip_of(problem.target).sms, problem.head_dim
+    if head_dim > 128 or ctas <= sms:
         return None
-    for keys, tiling in ((64, TINY_64), (128, TINY_128), (MOST_FEW_KEYS, DECODE_LEAN)):
+    for keys, tiling in ((64, TINY_64), (128, TINY_128)):
         if problem.seqlen_k <= keys:
             return tiling
-    return None
+    if problem.mask is None and 2 * ctas <= 3 * sms:
+        return DECODE_LEAN_DEEP if head_dim <= 64 else DECODE_LEAN
+    if problem.seqlen_k > MOST_FEW_KEYS:
+        return None
+    # Two CTAs an SM at most are spread evenly; where three fit, some SMs had three and others one.
+    spread = problem.mask is None and ctas <= 2 * sms and not 64 < head_dim <= 80
+    return DECODE_LEAN_DEEP if spread else DECODE_LEAN
 
 
 def _decoding(problem: Problem) -> Tiling | None:

@@ -96,11 +96,11 @@ struct Memory<C, CLUSTER, void> {
 
 // SPLIT: tiles of keys of a part, where a sequence's bits may not depend on the others; 0 where they may. MOST_PARTS:
 // those of all sequences that CTAs share. PACKED: whether clusters have packed queries of many sequences. VALUE_DIM:
-// columns of V and O, at most HEAD_DIM.
+// columns of V and O, at most HEAD_DIM. RESIDENT: CTAs of an SM that registers leave room for.
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
           int PACK, Layout LAYOUT, int CLUSTER, bool PACKED, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING,
-          int SPLIT, int MOST_PARTS, typename CACHE, int VALUE_DIM = HEAD_DIM>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
+          int SPLIT, int MOST_PARTS, typename CACHE, int VALUE_DIM = HEAD_DIM, int RESIDENT = 1>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, RESIDENT)
     attention(const __grid_constant__ ParamsOf<EMBEDDING, CACHE> given) {
   // Queries that have a norm, are rotated, or whose products are of another type come through registers.
   constexpr bool APPENDS = PRESENT<EMBEDDING>, NARROW = PRESENT<CACHE>;

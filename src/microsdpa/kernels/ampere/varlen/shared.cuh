@@ -44,8 +44,8 @@ struct Tiles {
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS_M;
   static constexpr int GROUP_THREADS = 32 * WARPS_M, THREADS = GROUP_THREADS * WARPS_N;
   static constexpr int TILE = BLOCK_N * WARPS_N;  // keys of all groups together
-  using QueryTile = SwizzledTile<typename OwnElements::Query, BLOCK_M, COLUMNS>;
-  using KeyTile = SwizzledTile<typename OwnElements::Unit, BLOCK_N, COLUMNS / UNIT>;
+  using QueryTile = SwizzledRows<typename OwnElements::Query, BLOCK_M, COLUMNS>;
+  using KeyTile = SwizzledRows<typename OwnElements::Unit, BLOCK_N, COLUMNS / UNIT>;
   // Whether a group's result takes the place of one stage of its ring: then the others are filled for the next tile of
   // rows meanwhile.
   static constexpr bool FLOWS = BLOCK_N >= BLOCK_M;

@@ -2,6 +2,7 @@
 // group's ring.
 #pragma once
 
+#include "../../ptx/arithmetic.cuh"
 #include "embedding.cuh"
 #include "masks.cuh"
 #include "rows.cuh"
@@ -42,12 +43,15 @@ struct Segment {
   __device__ __forceinline__ bool is_new(int key) const { return APPENDS && key >= new_from && key < end; }
 };
 
-// Tiles of K and V on their way to a group's ring. A thread copies one chunk of every ROWS-th row of each panel.
+// Tiles of K and V on their way to a group's ring. A thread copies one chunk of every ROWS-th row of each part of
+// Tile::PART columns. What a row has beside whole parts is copied in narrower ones: threads that share a row in the
+// former share several of its rows there.
 template <typename C, Layout LAYOUT>
 struct Source {
   using Tile = typename C::KeyTile;
   using T = typename C::Cached;
-  static constexpr int ROWS = C::GROUP_THREADS / Tile::CHUNKS, PASSES = C::BLOCK_N / ROWS;
+  static constexpr int SHARING = Tile::PART / Tile::CHUNK;  // threads that share a row
+  static constexpr int ROWS = C::GROUP_THREADS / SHARING, PASSES = C::BLOCK_N / ROWS;
   static_assert(C::BLOCK_N % ROWS == 0, "the threads copy whole rows");
   static constexpr bool APART = LAYOUT == ANY_PAGES;  // every row has a page of its own
   // Pages that a thread looks up for a tile, each for so many of its rows.
@@ -59,7 +63,17 @@ struct Source {
     int page[SPANS], within[SPANS];
   };
 
-  __device__ __forceinline__ static unsigned row() { return threadIdx.x % C::GROUP_THREADS / Tile::CHUNKS; }
+  __device__ __forceinline__ static unsigned row() { return threadIdx.x % C::GROUP_THREADS / SHARING; }
+
+  // What the span of a pass has.
+  __device__ __forceinline__ static int of_pass(const int (&spans)[SPANS], int pass) {
+    int found = spans[0];
+#pragma unroll
+    for (int i = 1; i < SPANS; ++i) {
+      if (pass >= i * SPAN) found = spans[i];
+    }
+    return found;
+  }
 
   // Looks up pages, also of keys that no row sees.
   template <typename Segment>
@@ -78,7 +92,7 @@ struct Source {
   template <typename Segment>
   __device__ __forceinline__ static void copy_async(Stage<C>& stage, const Pages& pages, const VarlenParams& params,
                                                     Segment& segment, int first_key) {
-    const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK * C::UNIT;
+    const unsigned column = threadIdx.x % SHARING * Tile::CHUNK * C::UNIT;
     const T* key_base = static_cast<const T*>(params.key);
     const T* value_base = static_cast<const T*>(params.value);
     const auto& keys = segment.keys;
@@ -99,25 +113,35 @@ struct Source {
           for (int p = 0; p < SPAN; ++p, v += value_step)
             copy_row<C::VALUE_DIM>(stage.value, first + p, column, v, value_base, true);
         }
+        copy_rest(stage, key_base, value_base, [&](int p) {
+          const int page = of_pass(pages.page, p), within = of_pass(pages.within, p) + p % SPAN * ROWS + row();
+          return CachedRow{keys.key + keys.offset(params.key_strides, page, within),
+                           keys.value + keys.offset(params.value_strides, page, within), true, true};
+        });
         return;
       }
     }
-#pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-      const int key = first_key + p * ROWS + row(), at = SPANS > 1 ? p / SPAN : 0;
-      const int within = pages.within[at] + (APART ? 0 : (SPANS > 1 ? p % SPAN : p) * ROWS + row());
-      if (segment.is_new(key)) continue;
+    const auto row_of_pass = [&](int p) {
+      const int key = first_key + p * ROWS + row(), page = of_pass(pages.page, p);
+      const int within = of_pass(pages.within, p) + (APART ? 0 : p % SPAN * ROWS + row());
+      if (segment.is_new(key)) return CachedRow{0, 0, false, false};
       bool valid = segment.is_cached(key);
-      if (LAYOUT != CONTIGUOUS && static_cast<uint32>(pages.page[at]) >= static_cast<uint32>(params.pages)) {
+      if (LAYOUT != CONTIGUOUS && static_cast<uint32>(page) >= static_cast<uint32>(params.pages)) {
         segment.misplaced |= valid;
         valid = false;
       }
       // An address that is not read still has to be one that exists.
-      const int64 k = valid ? keys.key + keys.offset(params.key_strides, pages.page[at], within) : 0;
-      const int64 v = valid ? keys.value + keys.offset(params.value_strides, pages.page[at], within) : 0;
-      copy_row<C::HEAD_DIM>(stage.key, p, column, key_base + k + column, key_base, valid);
-      copy_row<C::VALUE_DIM>(stage.value, p, column, value_base + v + column, value_base, valid);
+      return CachedRow{valid ? keys.key + keys.offset(params.key_strides, page, within) : 0,
+                       valid ? keys.value + keys.offset(params.value_strides, page, within) : 0, valid, true};
+    };
+#pragma unroll
+    for (int p = 0; p < PASSES; ++p) {
+      const CachedRow found = row_of_pass(p);
+      if (!found.is_copied) continue;
+      copy_row<C::HEAD_DIM>(stage.key, p, column, key_base + found.key + column, key_base, found.valid);
+      copy_row<C::VALUE_DIM>(stage.value, p, column, value_base + found.value + column, value_base, found.valid);
     }
+    copy_rest(stage, key_base, value_base, row_of_pass);
   }
 
   // The same where a tile has one address, in one way for whole tiles and others. That is less code and no branch,
@@ -127,14 +151,15 @@ struct Source {
                                                              const VarlenParams& params, Segment& segment,
                                                              int first_key) {
     static_assert(SPANS == 1 && !APART, "tiles of one address");
-    const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK * C::UNIT;
+    const unsigned column = threadIdx.x % SHARING * Tile::CHUNK * C::UNIT;
     const T* key_base = static_cast<const T*>(params.key);
     const T* value_base = static_cast<const T*>(params.value);
     const auto& keys = segment.keys;
     const bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[0]) < static_cast<uint32>(params.pages);
     const int within = pages.within[0] + row();
-    const T* k = key_base + keys.key + keys.offset(params.key_strides, pages.page[0], within) + column;
-    const T* v = value_base + keys.value + keys.offset(params.value_strides, pages.page[0], within) + column;
+    const int64 key_row = keys.key + keys.offset(params.key_strides, pages.page[0], within);
+    const int64 value_row = keys.value + keys.offset(params.value_strides, pages.page[0], within);
+    const T *k = key_base + key_row + column, *v = value_base + value_row + column;
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
       const int key = first_key + p * ROWS + row();
@@ -146,6 +171,12 @@ struct Source {
       }
       k += ROWS * params.key_strides.row, v += ROWS * params.value_strides.row;
     }
+    copy_rest(stage, key_base, value_base, [&](int p) {
+      const int key = first_key + p * ROWS + row();
+      const bool valid = segment.is_cached(key) && exists;
+      return CachedRow{valid ? key_row + p * (ROWS * params.key_strides.row) : 0,
+                       valid ? value_row + p * (ROWS * params.value_strides.row) : 0, valid, !segment.is_new(key)};
+    });
   }
 
   // Stores the group's new keys and values of a tile, to the tile and to the cache, or to the cache alone.
@@ -199,15 +230,52 @@ struct Source {
   }
 
  private:
-  // DIM: columns that the row has; those of the tile past them become zeros.
+  static constexpr int COLUMNS = C::COLUMNS / C::UNIT;  // of a tile
+  static constexpr int WIDE = Tile::PANEL == Tile::GROUP ? COLUMNS : COLUMNS / Tile::PART * Tile::PART;
+
+  // A row of K and V: where it begins, whether it is read, and whether its place in a tile is filled from the cache.
+  struct CachedRow {
+    int64 key, value;
+    bool valid, is_copied;
+  };
+
+  // Copies the chunks of one pass in all whole parts.
+  //   DIM: columns that the row has; those of the tile past them become zeros
   template <int DIM>
   __device__ __forceinline__ static void copy_row(Tile& tile, int pass, unsigned column, const T* from,
                                                   const T* anywhere, bool valid) {
 #pragma unroll
-    for (int c = 0; c < C::COLUMNS; c += Tile::PANEL * C::UNIT) {
-      const bool inside = C::COLUMNS == DIM || static_cast<int>(column) + c < DIM;
-      cp_async<16>(tile.at(pass * ROWS + row(), (column + c) / C::UNIT), inside ? from + c : anywhere,
-                   valid && inside ? 16 : 0);
+    for (int c = 0; c < WIDE * C::UNIT; c += Tile::PART * C::UNIT) {
+      copy_chunk<DIM>(tile, pass, column + c, from + c, anywhere, valid);
+    }
+  }
+
+  template <int DIM>
+  __device__ __forceinline__ static void copy_chunk(Tile& tile, int pass, unsigned column, const T* from,
+                                                    const T* anywhere, bool valid) {
+    const bool inside = C::COLUMNS == DIM || static_cast<int>(column) < DIM;
+    cp_async<16>(tile.at(pass * ROWS + row(), column / C::UNIT), inside ? from : anywhere, valid && inside ? 16 : 0);
+  }
+
+  // Copies what rows have beside whole parts, from column FIRST of the tile on.
+  //   row_of_pass(pass): the CachedRow of a pass
+  template <int FIRST = WIDE, typename RowOfPass>
+  __device__ __forceinline__ static void copy_rest(Stage<C>& stage, const T* key_base, const T* value_base,
+                                                   const RowOfPass& row_of_pass) {
+    if constexpr (FIRST < COLUMNS) {
+      constexpr int WIDTH = COLUMNS - FIRST >= 32 ? 32 : 16, CHUNKS = WIDTH / Tile::CHUNK, AT_ONCE = SHARING / CHUNKS;
+      const unsigned thread = opaque(threadIdx.x);  // its place is not worth a register all the time
+      const unsigned column = (FIRST + thread % CHUNKS * Tile::CHUNK) * C::UNIT;
+#pragma unroll
+      for (int p = 0; p < PASSES; p += AT_ONCE) {
+        const int pass = p + thread % SHARING / CHUNKS;
+        if (PASSES % AT_ONCE != 0 && pass >= PASSES) continue;
+        const CachedRow found = row_of_pass(pass);
+        if (!found.is_copied) continue;
+        copy_chunk<C::HEAD_DIM>(stage.key, pass, column, key_base + found.key + column, key_base, found.valid);
+        copy_chunk<C::VALUE_DIM>(stage.value, pass, column, value_base + found.value + column, value_base, found.valid);
+      }
+      copy_rest<FIRST + WIDTH>(stage, key_base, value_base, row_of_pass);
     }
   }
 };

@@ -159,6 +159,8 @@ MANY_OF_FEW = replace(FEW, warps_n=2, stages=2, resident=4)
 MANY_NARROW = replace(FEW, stages=2, resident=3)
 """Tiles for up to 16 rows of more sequences than clusters share the keys of: for few keys, and for few columns. As
 measured on an H100."""
+FREE_COLUMNS = 64
+"""Columns up to which the latter take no more registers than three CTAs of an SM have, without a bound."""
 NARROW, FEWEST_NARROW_KEYS, MOST_FEW_KEYS = 80, 128, 512
 """Columns of the latter at most, keys up to which these have the former, and keys up to which more columns have it."""
 SHARING = (Sharing(15, 1, 8, 8192), Sharing(30, 1, 4, 2048), Sharing(66, 1, 2, 4096, 257), Sharing(132, 2, 2, 1024))
@@ -329,6 +331,8 @@ def _specification(
         "CACHE": _cache(problem.cache),
     }
     arguments |= {"VALUE_DIM": value_dim} if value_dim else {}
+    if tiling.resident > MOST_RESIDENT and columns_of(problem.head_dim, None) > FREE_COLUMNS:
+        arguments |= {"VALUE_DIM": value_dim or problem.head_dim, "RESIDENT": tiling.resident}
     chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim, problem.cache)
     return KernelSpec(
         name="ampere/varlen",
