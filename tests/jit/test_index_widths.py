@@ -35,6 +35,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
         "heads of a token: more than 2^31 - 2^20 are refused",
     ),
     ("ampere/varlen/rows.cuh", "head(work.head_kv * pack)", "query heads of a call"),
+    ("ampere/varlen/kernel.cu", "", "a unit of the output of a tile of rows: at most some thousands"),
     ("ampere/varlen/kernel.cu", "column = i % UNITS * 4;", PLACE),
     ("ampere/varlen/kernel.cu", "segment.work.part * units_each));", PLACE),
     ("ampere/varlen/source.cuh", "* C::TILE + group * C::BLOCK_N;", PACKED),

@@ -38,9 +38,8 @@ struct SwizzledTile {
   // The chunk at (row + first_row, column); first_row is a multiple of 8. In a loop `row` and `column` are the lane's,
   // and what depends on the iteration alone, first_row and the group, is a constant in the address of a load.
   __device__ __forceinline__ static unsigned index(unsigned row, unsigned column) {
-    const unsigned within = (column % GROUP) ^ (row * CHUNKS / 8 % CHUNKS * CHUNK);
-    if constexpr (PANEL == GROUP) return row * PANEL + within;
-    return row * PANEL + within + column / GROUP * GROUP;
+    const unsigned within = PANEL == GROUP ? 0 : column / GROUP * GROUP;
+    return row * PANEL + within + ((column % GROUP) ^ (row * CHUNKS / 8 % CHUNKS * CHUNK));
   }
   __device__ __forceinline__ T* at(unsigned row, unsigned column, unsigned first_row = 0) {
     return data + index(row, column) + (column / PANEL * ROWS + first_row) * PANEL;

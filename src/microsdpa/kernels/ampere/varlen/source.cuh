@@ -65,7 +65,7 @@ struct Source {
 
   __device__ __forceinline__ static unsigned row() { return threadIdx.x % C::GROUP_THREADS / SHARING; }
 
-  // What the span of a pass has.
+  // What the span of a pass has that is not known to the compiler.
   __device__ __forceinline__ static int of_pass(const int (&spans)[SPANS], int pass) {
     int found = spans[0];
 #pragma unroll
@@ -121,27 +121,32 @@ struct Source {
         return;
       }
     }
-    const auto row_of_pass = [&](int p) {
-      const int key = first_key + p * ROWS + row(), page = of_pass(pages.page, p);
-      const int within = of_pass(pages.within, p) + (APART ? 0 : p % SPAN * ROWS + row());
-      if (segment.is_new(key)) return CachedRow{0, 0, false, false};
+#pragma unroll
+    for (int p = 0; p < PASSES; ++p) {
+      const int key = first_key + p * ROWS + row(), at = SPANS > 1 ? p / SPAN : 0;
+      const int within = pages.within[at] + (APART ? 0 : (SPANS > 1 ? p % SPAN : p) * ROWS + row());
+      if (segment.is_new(key)) continue;
       bool valid = segment.is_cached(key);
-      if (LAYOUT != CONTIGUOUS && static_cast<uint32>(page) >= static_cast<uint32>(params.pages)) {
+      if (LAYOUT != CONTIGUOUS && static_cast<uint32>(pages.page[at]) >= static_cast<uint32>(params.pages)) {
         segment.misplaced |= valid;
         valid = false;
       }
       // An address that is not read still has to be one that exists.
+      const int64 k = valid ? keys.key + keys.offset(params.key_strides, pages.page[at], within) : 0;
+      const int64 v = valid ? keys.value + keys.offset(params.value_strides, pages.page[at], within) : 0;
+      copy_row<C::HEAD_DIM>(stage.key, p, column, key_base + k + column, key_base, valid);
+      copy_row<C::VALUE_DIM>(stage.value, p, column, value_base + v + column, value_base, valid);
+    }
+    copy_rest(stage, key_base, value_base, [&](int p) {
+      const int key = first_key + p * ROWS + row(), page = of_pass(pages.page, p);
+      const int within = of_pass(pages.within, p) + (APART ? 0 : p % SPAN * ROWS + row());
+      if (segment.is_new(key)) return CachedRow{0, 0, false, false};
+      const bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(page) < static_cast<uint32>(params.pages);
+      const bool cached = segment.is_cached(key), valid = cached && exists;
+      segment.misplaced |= cached && !exists;
       return CachedRow{valid ? keys.key + keys.offset(params.key_strides, page, within) : 0,
                        valid ? keys.value + keys.offset(params.value_strides, page, within) : 0, valid, true};
-    };
-#pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-      const CachedRow found = row_of_pass(p);
-      if (!found.is_copied) continue;
-      copy_row<C::HEAD_DIM>(stage.key, p, column, key_base + found.key + column, key_base, found.valid);
-      copy_row<C::VALUE_DIM>(stage.value, p, column, value_base + found.value + column, value_base, found.valid);
-    }
-    copy_rest(stage, key_base, value_base, row_of_pass);
+    });
   }
 
   // The same where a tile has one address, in one way for whole tiles and others. That is less code and no branch,
@@ -246,15 +251,10 @@ struct Source {
                                                   const T* anywhere, bool valid) {
 #pragma unroll
     for (int c = 0; c < WIDE * C::UNIT; c += Tile::PART * C::UNIT) {
-      copy_chunk<DIM>(tile, pass, column + c, from + c, anywhere, valid);
+      const bool inside = C::COLUMNS == DIM || static_cast<int>(column) + c < DIM;
+      cp_async<16>(tile.at(pass * ROWS + row(), (column + c) / C::UNIT), inside ? from + c : anywhere,
+                   valid && inside ? 16 : 0);
     }
-  }
-
-  template <int DIM>
-  __device__ __forceinline__ static void copy_chunk(Tile& tile, int pass, unsigned column, const T* from,
-                                                    const T* anywhere, bool valid) {
-    const bool inside = C::COLUMNS == DIM || static_cast<int>(column) < DIM;
-    cp_async<16>(tile.at(pass * ROWS + row(), column / C::UNIT), inside ? from : anywhere, valid && inside ? 16 : 0);
   }
 
   // Copies what rows have beside whole parts, from column FIRST of the tile on.
@@ -272,8 +272,13 @@ struct Source {
         if (PASSES % AT_ONCE != 0 && pass >= PASSES) continue;
         const CachedRow found = row_of_pass(pass);
         if (!found.is_copied) continue;
-        copy_chunk<C::HEAD_DIM>(stage.key, pass, column, key_base + found.key + column, key_base, found.valid);
-        copy_chunk<C::VALUE_DIM>(stage.value, pass, column, value_base + found.value + column, value_base, found.valid);
+        const int at = pass * ROWS + row();
+        const bool is_key = found.valid && static_cast<int>(column) < C::HEAD_DIM;
+        const bool is_value = found.valid && static_cast<int>(column) < C::VALUE_DIM;
+        cp_async<16>(stage.key.at(at, column / C::UNIT), is_key ? key_base + found.key + column : key_base,
+                     is_key ? 16 : 0);
+        cp_async<16>(stage.value.at(at, column / C::UNIT), is_value ? value_base + found.value + column : value_base,
+                     is_value ? 16 : 0);
       }
       copy_rest<FIRST + WIDTH>(stage, key_base, value_base, row_of_pass);
     }

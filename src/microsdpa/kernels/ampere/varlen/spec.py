@@ -331,7 +331,7 @@ def _specification(
         "CACHE": _cache(problem.cache),
     }
     arguments |= {"VALUE_DIM": value_dim} if value_dim else {}
-    if tiling.resident > MOST_RESIDENT and columns_of(problem.head_dim, None) > FREE_COLUMNS:
+    if tiling == MANY_NARROW and columns_of(problem.head_dim, None) > FREE_COLUMNS:
         arguments |= {"VALUE_DIM": value_dim or problem.head_dim, "RESIDENT": tiling.resident}
     chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim, problem.cache)
     return KernelSpec(
