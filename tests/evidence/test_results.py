@@ -270,6 +270,10 @@ def test_what_is_not_recorded_yet_says_by_what_it_is(checkout: Path, suite: str,
 def test_the_host_mode_quotes_its_best_sample() -> None:
     assert wording.quoted_us(timed("microsdpa", 5.0, mode="host")) == 4.5
     assert wording.quoted_us(timed("microsdpa", 5.0, mode="eager")) == 5.0
+    assert wording.us_with_interval(timed("microsdpa", 5.0, mode="host")) == "4.50"
+    eager = timed("microsdpa", 5.0, mode="eager", interval_us=[4.9, 5.125])
+    assert wording.us_with_interval(eager) == "5.00 [4.90, 5.12]"
+    assert wording.us_with_interval(timed("microsdpa", 5.0) | {"median_us": None}) == ""
 
 
 @pytest.mark.parametrize("said", ["main", "HEAD", "", "1234567890abcdefg", "12345"])

@@ -47,7 +47,7 @@ from microsdpa.evidence.probe_list import PROBES
 from microsdpa.evidence.step import Progress, Step, Together, no_progress
 from microsdpa.evidence.suites import ALL, Some, chosen, load, some_of
 from microsdpa.evidence.verify import as_row, check, problem_of
-from microsdpa.evidence.wording import case_name, quoted_us
+from microsdpa.evidence.wording import case_name, us_with_interval
 from microsdpa.kernels import catalogue, emulated_target
 from microsdpa.kernels.problem import Precision, target_of
 from microsdpa.kernels.select import select
@@ -332,15 +332,13 @@ def bench_step(
     ours = [row for row in rows if row["impl"] == "microsdpa"]
     wrong = [row for row in ours if row["status"] == "wrong"]
     refused = {str(row["shape"]) + row["mask"] for row in ours if row["status"] == "unavailable"}
-    table = [["case", "mode", "implementation", "us [95% interval]", "TFLOP/s", "status"]]
+    table = [["case", "mode", "implementation", "us [95% interval of a median]", "TFLOP/s", "status"]]
     table += [
         [
             case_name(row),
             row["mode"],
             " ".join(filter(None, (row["impl"], row["variant"]))) if row["op"] != "empty" else row["impl"],
-            ""
-            if row["median_us"] is None
-            else f"{quoted_us(row):.2f} [{', '.join(map('{:.2f}'.format, row['interval_us']))}]",
+            us_with_interval(row),
             "" if row["tflops"] is None else f"{row['tflops']:.1f}",
             row["reason"] or row["status"],
         ]

@@ -20,6 +20,16 @@ def quoted_us(row: results.Row) -> float:
     return float(row["min_us"] if row["mode"] == "host" else row["median_us"])
 
 
+def us_with_interval(row: results.Row) -> str:
+    """The same as text, a median with its 95% interval; empty for a row without a time."""
+    if row["median_us"] is None:
+        return ""
+    if row["mode"] == "host":
+        return f"{quoted_us(row):.2f}"
+    low, high = row["interval_us"]
+    return f"{quoted_us(row):.2f} [{low:.2f}, {high:.2f}]"
+
+
 def case_name(row: results.Row) -> str:
     """Shape, type of the inputs, and mask, behind the door and its case: what a row of a table is called."""
     s = row["shape"]
