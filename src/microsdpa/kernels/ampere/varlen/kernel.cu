@@ -422,6 +422,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, RESIDENT)
     // Whether this CTA is the last one of `count` that come here. A counter has two halves: the upper one counts those
     // that have combined parts of others.
     const auto arrives_last = [&](int counter, int count, bool combined) {
+      // mutation: the emulator does not look for races in global memory between CTAs
       __syncthreads();
       if (threadIdx.x == 0) {  // its fences order what the others wrote before the barrier, and read after the next
         const int shift = combined ? 16 : 0;

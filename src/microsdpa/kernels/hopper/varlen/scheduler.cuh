@@ -132,7 +132,7 @@ class Scheduler {
     while (at_ < total_) {
       const int part = parts_ > 1 ? at_ / units_ : 0, unit = at_ - part * units_;
       if (part > 0) rewind();
-      take_rows(segment, unit);
+      if (!take_rows(segment, unit)) break;
       segment.parts = 1;
       if (parts_ == 1) {
         at_ = __shfl_sync(FULL_WARP, taken_, 0);
@@ -201,12 +201,15 @@ class Scheduler {
 
   // The next tiles of keys, where they are numbered.
   __device__ __forceinline__ void take_numbered(Segment& segment) {
-    seek(at_);
+    // mutation: every place is in a sequence, unless lengths change during the launch
+    if (!seek(at_)) return;
     const RowTiles<C, MASKS, PACK> row_tiles(params_, sequence_);
     const int of_head = in_sequence_ / params_.heads_kv, place = at_ - begin_;
     segment.head_kv = place / of_head;
     int unit_begin = begin_ + segment.head_kv * of_head, tile = 0, own = 0;
     for (;; tile += 32) {  // finds the tile of rows
+      // mutation: every place is in a tile of rows, unless lengths change during the launch
+      if (tile >= row_tiles.count) return;
       // mutation: a tile behind the last one is behind every place
       own = tile + lane() < row_tiles.count ? row_tiles.key_tiles(tile + lane()) : 0;
       const int sum = warp_prefix(own);
@@ -226,9 +229,10 @@ class Scheduler {
     at_ = stop;
   }
 
-  // A tile of rows, with all of its keys.
-  __device__ __forceinline__ void take_rows(Segment& segment, int unit) {
-    seek(unit);
+  // A tile of rows, with all of its keys. False if there is none, which is so when lengths change during the launch.
+  __device__ __forceinline__ bool take_rows(Segment& segment, int unit) {
+    // mutation: every place is in a sequence, unless lengths change during the launch
+    if (!seek(unit)) return false;
     const RowTiles<C, MASKS, PACK> row_tiles(params_, sequence_);
     const int heads = min(max(SECTION_BYTES / ROW_BYTES / max(row_tiles.sequence.keys, 1), 1), params_.heads_kv);
     const int section = (unit - begin_) / (heads * row_tiles.count), first_head = section * heads;
@@ -236,6 +240,7 @@ class Scheduler {
               of_section = min(heads, params_.heads_kv - first_head);
     segment.head_kv = first_head + place % of_section;
     row_tiles.describe(segment, sequence_, row_tiles.count - 1 - place / of_section);
+    return true;
   }
 
   // What a lane's sequence has for a key head.
@@ -283,19 +288,21 @@ class Scheduler {
   }
 
   // Finds the sequence that a place, which is not before the last one, lies in.
-  __device__ __forceinline__ void seek(int place) {
-    while (true) {
+  __device__ __forceinline__ bool seek(int place) {
+    // mutation: every place is in a sequence, unless lengths change during the launch
+    while (group_ < params_.batch) {
       const unsigned past = __ballot_sync(FULL_WARP, group_begin_ + sum_ > place);
       if (past != 0) {
         const int found = __ffs(past) - 1;
         sequence_ = group_ + found;
         in_sequence_ = __shfl_sync(FULL_WARP, own_, found);
         begin_ = group_begin_ + __shfl_sync(FULL_WARP, sum_ - own_, found);
-        return;
+        return true;
       }
       group_begin_ += __shfl_sync(FULL_WARP, sum_, 31), group_ += 32;
       set_group(count(group_));
     }
+    return false;
   }
 
   // Asks for the segment behind the next one, so that the answer has come by then.
