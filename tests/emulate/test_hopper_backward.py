@@ -40,6 +40,11 @@ CASES = [
     Case(1, 2, 70, 140, 256, heads_kv=1, causal="upper_left"),
     Case(1, 1, 150, 100, 136, dtype="bfloat16"),  # three parts of dQ
     Case(1, 1, 40, 140, 192, causal="upper_left"),  # keys that nobody sees
+    Case(1, 2, 140, 150, 40, causal="upper_left"),  # products of 48 columns
+    Case(1, 2, 100, 200, 80, heads_kv=1),  # of 64 and 16 in the parts of dQ
+    Case(1, 1, 70, 140, 96, dtype="bfloat16", causal="lower_right"),
+    Case(1, 1, 140, 70, 104),
+    Case(1, 1, 70, 100, 160, causal="upper_left"),
 ]
 
 
@@ -56,6 +61,8 @@ WHOLE = [
     Case(1, 2, 100, 110, 128, causal="lower_right"),
     Case(1, 2, 150, 128, 128, heads_kv=1, scale=-0.2),
     Case(1, 1, 1, 1, 72),
+    Case(1, 2, 80, 100, 80),
+    Case(1, 1, 150, 40, 24, causal="upper_left"),
 ]
 
 
@@ -97,6 +104,19 @@ def test_tiles_past_the_diagonal_are_not_multiplied() -> None:
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "filled", "share"), [(80, 128, 80 / 128), (40, 64, 48 / 64), (160, 192, (4 * 160 + 192) / (5 * 192))]
+)
+def test_few_columns_are_multiplied_that_a_head_does_not_have(head_dim: int, filled: int, share: float) -> None:
+    operations = []
+    for columns in (head_dim, filled):
+        wanted = expected(Case(1, 1, 128, 128 if columns <= 128 else 64, columns))
+        tiling = replace(tiling_of(wanted), whole=False)
+        operations.append(gradients.emulate(wanted.of, tiling, TARGET)[1].counters["tensor_flops"])
+    own, all_of_them = operations
+    assert own == pytest.approx(all_of_them * share)
+
+
+@pytest.mark.parametrize(
     ("case", "reason"),
     [
         (Case(1, 1, 40, 40, 264), "head_dim 264"),
@@ -131,7 +151,7 @@ MUTANTS = [
     ),
     Mutant(
         *("sums are written over that are still read", FOLDER + "products.cuh"),
-        *("bool first) {\n  if (!first)", "bool first) {\n  if (false)"),
+        *("thread, bool first) {\n  if (!first)", "thread, bool first) {\n  if (false)"),
         *(LONG, "race|in flight|still|a wait is missing"),
     ),
     Mutant(
@@ -150,8 +170,8 @@ MUTANTS = [
     Mutant(
         *("dQ is written over that is still read", FOLDER + "products.cuh"),
         *(
-            "bool first) {\n  constexpr int BOX = 64;\n  if (!first)",
-            "bool first) {\n  constexpr int BOX = 64;\n  if (false)",
+            "  bool first) {\n  if (!first)",
+            "  bool first) {\n  if (false)",
         ),
         *(Case(1, 1, 400, 100, 64), "race|in flight|still|a wait is missing"),
     ),
@@ -161,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         *("dS is read before it is there", FOLDER + "consumer.cuh"),
-        *("    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);\n    float dq", "    float dq"),
+        *("    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);\n    Part dq", "    Part dq"),
         *(PLAIN, "race|nothing has written"),
     ),
     Mutant(

@@ -28,7 +28,7 @@ from microsdpa.kernels import KernelSpec, TensorMap
 BLOCKS = 64
 INSTRUCTIONS, WMMA = "probes/instructions.cu", "probes/wmma.cu"
 HOPPER, WGMMA = "probes/hopper.cu", "probes/wgmma.cu"
-WIDTHS = (16, 32, 48, 64, 96, 112, 128, 160, 192, 256)
+WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 """Every n of wgmma that kernels/ptx/ has."""
 ADDED, FROM_ZERO = "microsdpa::Start::ADDED", "microsdpa::Start::ZERO"
 

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(128, 1) probe_wgmma(const __grid_constant__ Pr
   multiply<T, Sum, N, LayoutA, LayoutB, A_MAJOR, B_MAJOR, false>(tiles, in + 4 + N / 16, output_of<OUT>(params), START);
 }
 
-// Widths: 16, 32, 48, 64, 96, 112, 128, 160, 192 and 256, one after another.
+// Widths: 16, 32, 48, 64, 80, 96, 112, 128, 160, 192 and 256, one after another.
 template <int IN, int OUT, typename T, typename Sum, Major B_MAJOR, bool A_IN_REGISTERS>
 __global__ void __launch_bounds__(128, 1) probe_wgmma_widths(const __grid_constant__ ProbeParams params) {
   using LayoutA = Layout<Swizzle::BYTES_128, Major::K>;
@@ -142,12 +142,13 @@ __global__ void __launch_bounds__(128, 1) probe_wgmma_widths(const __grid_consta
   multiply<T, Sum, 32, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 8);
   multiply<T, Sum, 48, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 24);
   multiply<T, Sum, 64, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 48);
-  multiply<T, Sum, 96, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 80);
-  multiply<T, Sum, 112, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 128);
-  multiply<T, Sum, 128, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 184);
-  multiply<T, Sum, 160, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 248);
-  multiply<T, Sum, 192, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 328);
-  multiply<T, Sum, 256, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 424);
+  multiply<T, Sum, 80, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 80);
+  multiply<T, Sum, 96, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 120);
+  multiply<T, Sum, 112, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 168);
+  multiply<T, Sum, 128, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 224);
+  multiply<T, Sum, 160, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 288);
+  multiply<T, Sum, 192, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 368);
+  multiply<T, Sum, 256, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 464);
 }
 
 }  // namespace microsdpa

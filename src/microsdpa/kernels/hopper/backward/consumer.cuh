@@ -5,14 +5,15 @@
 
 namespace microsdpa::hopper::backward {
 
-// Accumulators of transposed products: a row of S^T is a key's, a column a query's.
-template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
+// Accumulators of transposed products: a row of S^T is a key's, a column a query's. PART_COLUMNS: of its part of dQ.
+template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop, int PART_COLUMNS>
 struct Consumer {
   using T = typename C::T;
   using Products = float[C::BLOCK_M / 2];
   using Rounded = uint32[C::BLOCK_M / 16][4];  // A operands
   using Sums = float[C::HEAD_DIM / 2];
-  static constexpr int BOX = C::BOX, BLOCK_M = C::BLOCK_M, BLOCK_N = C::BLOCK_N, HEAD_DIM = C::HEAD_DIM;
+  using Part = float[PART_COLUMNS / 2];  // of dQ
+  static constexpr int BLOCK_M = C::BLOCK_M, BLOCK_N = C::BLOCK_N, HEAD_DIM = C::HEAD_DIM, COLUMNS = C::COLUMNS;
   static constexpr int EIGHT_ROWS = 8 * BOX * sizeof(T);
   static constexpr float LN_2 = 0.693147180559945309417f;
 
@@ -66,8 +67,8 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // Starts this warpgroup's part of dQ = dS K: of 64 queries all columns, or of all queries 64 columns.
-  __device__ __forceinline__ void multiply_keys(float (&dq)[PART / WARPGROUP_THREADS], const T* ds) const {
+  // Starts this warpgroup's part of dQ = dS K: of 64 queries all columns, or of all queries those of a panel.
+  __device__ __forceinline__ void multiply_keys(Part& dq, const T* ds) const {
     const int query_panel = BLOCK_M > BOX ? warpgroup : 0, key_panel = BLOCK_M > BOX ? 0 : warpgroup;
     const uint64 a = matrix_descriptor(ds + query_panel * BLOCK_N * BOX, 16, EIGHT_ROWS, Swizzle::BYTES_128);
     const uint64 b = matrix_descriptor(shared.key + key_panel * BLOCK_N * BOX, 16, EIGHT_ROWS, Swizzle::BYTES_128);
@@ -75,8 +76,8 @@ struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k) {
-      wgmma<T, 64, Major::MN, Major::MN>(dq, advance(a, 16 * BOX * k * sizeof(T)), advance(b, 16 * BOX * k * sizeof(T)),
-                                         k > 0);
+      wgmma<T, PART_COLUMNS, Major::MN, Major::MN>(dq, advance(a, 16 * BOX * k * sizeof(T)),
+                                                   advance(b, 16 * BOX * k * sizeof(T)), k > 0);
     }
     wgmma_commit();
   }
@@ -119,7 +120,7 @@ struct Consumer {
     for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(place(*this, ds, k), words[k]);
     fence_proxy_async();
     named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
-    float dq[PART / WARPGROUP_THREADS];
+    Part dq;
     multiply_keys(dq, ds);
     query_state.advance();
     Products next;

@@ -13,7 +13,7 @@ namespace microsdpa::hopper::backward {
 template <typename T, int HEAD_DIM, int BLOCK_M, int THREADS>
 __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ BackwardParams params) {
   constexpr float LN_2 = 0.693147180559945309417f;
-  constexpr int PARTS = (HEAD_DIM + 63) / 64 * BLOCK_M / 64;
+  constexpr int PARTS = PANEL_COLUMNS<HEAD_DIM> / BOX * BLOCK_M / ROWS;
   const AttentionParams& call = params.forward.call;
   grid_dependency_wait();
   grid_dependency_launch();
@@ -29,6 +29,9 @@ __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ Backwa
     const int part = i / (PART / 16), pair = i / 8 % 32, block = i % 8;
     const int row = pair / 8 * 16 + pair % 8 + (BLOCK_M > 64 ? part * 64 : 0);
     const int column = 8 * block + (BLOCK_M > 64 ? 0 : part * 64);
+    if constexpr (HEAD_DIM % BOX != 0) {
+      if (column >= HEAD_DIM) continue;
+    }
     const float4* from = sums + part * PART / 4 + block * WARPGROUP_THREADS + 4 * pair;
     uint32 word[2][4];
 #pragma unroll

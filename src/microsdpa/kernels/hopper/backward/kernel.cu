@@ -16,8 +16,19 @@
 
 namespace microsdpa::hopper::backward {
 
-// IN_ORDER: whether sums of dQ are added in an order that is always the same. MAPS: that of dQ, where one CTA has all
-// keys of a head, and dQ is no sum.
+// What a consumer does, whose part of dQ has PART_COLUMNS.
+template <int PART_COLUMNS, typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
+__device__ __forceinline__ void consume(SharedStorage<C>& shared, const AttentionParams& call,
+                                        const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, const Drop& drop,
+                                        const TensorMap& grad_key, const TensorMap& grad_value) {
+  Consumer<C, CAUSAL, IN_ORDER, Drop, PART_COLUMNS> consumer(shared, call, walk, warpgroup, drop);
+  consumer.run();
+  grid_dependency_wait();
+  consumer.finish(grad_key, grad_value);
+}
+
+// HEAD_DIM: that of the call, filled up with zeros to a multiple of 16. IN_ORDER: whether sums of dQ are added in an
+// order that is always the same. MAPS: that of dQ, where one CTA has all keys of a head, and dQ is no sum.
 template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool DP_FIRST, bool IN_ORDER,
           bool CAUSAL, typename DROPOUT = NoDropout, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
@@ -59,10 +70,14 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     if constexpr (Drop::ANY) grid_dependency_wait();  // the seed was drawn ahead
-    Consumer<C, CAUSAL, IN_ORDER, Drop> consumer(shared, call, walk, warpgroup - 1, Drop(given));
-    consumer.run();
-    grid_dependency_wait();
-    consumer.finish(grad_key, grad_value);
+    constexpr int FIRST = C::part_columns(0), SECOND = C::part_columns(1);
+    if constexpr (FIRST == SECOND) {
+      consume<FIRST>(shared, call, walk, warpgroup - 1, Drop(given), grad_key, grad_value);
+    } else if (warpgroup == 1) {
+      consume<FIRST>(shared, call, walk, 0, Drop(given), grad_key, grad_value);
+    } else {
+      consume<SECOND>(shared, call, walk, 1, Drop(given), grad_key, grad_value);
+    }
   }
 }
 

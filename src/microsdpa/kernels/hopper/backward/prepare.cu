@@ -53,7 +53,13 @@ __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Backw
     if (threadIdx.x < SUMS / PART) workspace.turn(index, tile)[threadIdx.x] = 0;
     auto* sums = reinterpret_cast<float4*>(workspace.sum(index, tile));
 #pragma unroll
-    for (int i = 0; i < SUMS / 4; i += THREADS) sums[i + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < SUMS / 4; i += THREADS) {
+      if constexpr (HEAD_DIM % BOX != 0) {  // columns that products fill up are in no dQ
+        const int four = i + threadIdx.x, of_part = four / WARPGROUP_THREADS % 8 * 8;
+        if (of_part + (BLOCK_M > BOX ? 0 : four / (PART / 4) * BOX) >= HEAD_DIM) continue;
+      }
+      sums[i + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
   }
 }
 

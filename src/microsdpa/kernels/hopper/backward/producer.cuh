@@ -17,8 +17,8 @@ template <typename C, int TILE_ROWS>
 __device__ __forceinline__ void load_tile(typename C::T* shared, const TensorMap& map, Mbarrier& full, int row,
                                           int head, int batch) {
 #pragma unroll
-  for (int panel = 0; panel < C::HEAD_DIM / C::BOX; ++panel) {
-    tma_load(shared + panel * TILE_ROWS * C::BOX, map, full, panel * C::BOX, row, head, batch);
+  for (int panel = 0; panel < C::COLUMNS / BOX; ++panel) {
+    tma_load(shared + panel * TILE_ROWS * BOX, map, full, panel * BOX, row, head, batch);
   }
 }
 
@@ -27,8 +27,8 @@ template <typename C, bool CAUSAL, bool IN_ORDER, typename Storage>
 __device__ __forceinline__ void produce(Storage& shared, const AttentionParams& call,
                                         const Walk<C, CAUSAL, IN_ORDER>& walk, const TensorMap& query,
                                         const TensorMap& key, const TensorMap& value, const TensorMap& grad_out) {
-  constexpr int OWNED_BYTES = C::BLOCK_N * C::HEAD_DIM * sizeof(typename C::T);
-  constexpr int WALKED_BYTES = C::BLOCK_M * C::HEAD_DIM * sizeof(typename C::T);
+  constexpr int OWNED_BYTES = C::BLOCK_N * C::COLUMNS * sizeof(typename C::T);
+  constexpr int WALKED_BYTES = C::BLOCK_M * C::COLUMNS * sizeof(typename C::T);
   constexpr int ROW_BYTES = C::BLOCK_M * sizeof(float);
   if (walk.turns == 0) return;
   mbarrier_arrive_expect(shared.owned_full, 2 * OWNED_BYTES);
@@ -75,16 +75,17 @@ __device__ __forceinline__ void add_sums(Storage& shared, const AttentionParams&
       if (elected) {
         const int head = walk.batch * call.heads + at.head;
         float* const sum = workspace.sum(head, at.tile) + part * PART;
+        const int bytes = ROWS * C::part_columns(part) * static_cast<int>(sizeof(float));
         if constexpr (IN_ORDER) {
           const int before = walk.keys_before(call, at.tile);
           int32* const turn_of = workspace.turn(head, at.tile) + part;
           wait_for_turn(turn_of, before);
-          bulk_reduce_add(sum, shared.sums[consumer], PART * sizeof(float));
+          bulk_reduce_add(sum, shared.sums[consumer], bytes);
           tma_store_commit();
           tma_store_wait();
           end_turn(turn_of, before + 1);
         } else {
-          bulk_reduce_add(sum, shared.sums[consumer], PART * sizeof(float));
+          bulk_reduce_add(sum, shared.sums[consumer], bytes);
           tma_store_commit();
           tma_store_wait_read<0>();
         }
@@ -106,9 +107,9 @@ __device__ __forceinline__ void store_queries(SharedStorage<C>& shared, const W&
   for (int turn = 0; turn < walk.turns; ++turn) {
     named_barrier_sync(SUMS_FULL + consumer, SUMS_THREADS);
     if (elected) {
-      const int row = at.tile * C::BLOCK_M + (C::BLOCK_M > C::BOX ? ROWS * consumer : 0);
+      const int row = at.tile * C::BLOCK_M + (C::BLOCK_M > BOX ? ROWS * consumer : 0);
       tma_store(grad_query, reinterpret_cast<const typename C::T*>(shared.sums[consumer]),
-                C::BLOCK_M > C::BOX ? 0 : C::BOX * consumer, row, at.head, walk.batch);
+                C::BLOCK_M > BOX ? 0 : BOX * consumer, row, at.head, walk.batch);
       tma_store_commit();
       tma_store_wait_read<0>();
     }

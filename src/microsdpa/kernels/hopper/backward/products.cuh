@@ -20,7 +20,7 @@ __device__ __forceinline__ int first_column(int thread) { return thread % 4 * 2;
 
 // Bytes of eight rows of a panel: the stride of a descriptor.
 template <typename C>
-constexpr int EIGHT_ROWS_BYTES = 8 * C::BOX * sizeof(typename C::T);
+constexpr int EIGHT_ROWS_BYTES = 8 * BOX * sizeof(typename C::T);
 
 // Starts d = X Y^T of 64 rows of a tile that the CTA owns and all of one that is walked over.
 template <typename C>
@@ -33,9 +33,9 @@ __device__ __forceinline__ void start_product(float (&d)[C::BLOCK_M / 2], const 
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < C::HEAD_DIM / 16; ++k) {
-    const int panel = k * 16 / C::BOX, at = k * 16 % C::BOX;
-    wgmma<T, C::BLOCK_M>(d, advance(a, (panel * C::BLOCK_N * C::BOX + at) * sizeof(T)),
-                         advance(b, (panel * C::BLOCK_M * C::BOX + at) * sizeof(T)), k > 0);
+    const int panel = k * 16 / BOX, at = k * 16 % BOX;
+    wgmma<T, C::BLOCK_M>(d, advance(a, (panel * C::BLOCK_N * BOX + at) * sizeof(T)),
+                         advance(b, (panel * C::BLOCK_M * BOX + at) * sizeof(T)), k > 0);
   }
   wgmma_commit();
 }
@@ -45,12 +45,12 @@ template <typename C>
 __device__ __forceinline__ void start_sums(float (&sums)[C::HEAD_DIM / 2], const uint32 (&factors)[C::BLOCK_M / 16][4],
                                            const typename C::T* walked) {
   using T = typename C::T;
-  const uint64 b = matrix_descriptor(walked, C::BLOCK_M * C::BOX * sizeof(T), EIGHT_ROWS_BYTES<C>, Swizzle::BYTES_128);
+  const uint64 b = matrix_descriptor(walked, C::BLOCK_M * BOX * sizeof(T), EIGHT_ROWS_BYTES<C>, Swizzle::BYTES_128);
   wgmma_fence_registers(sums);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < C::BLOCK_M / 16; ++k) {
-    wgmma<T, C::HEAD_DIM, Major::MN>(sums, factors[k], advance(b, 16 * C::BOX * k * sizeof(T)));
+    wgmma<T, C::HEAD_DIM, Major::MN>(sums, factors[k], advance(b, 16 * BOX * k * sizeof(T)));
   }
   wgmma_commit();
 }
@@ -180,19 +180,19 @@ __device__ __forceinline__ void round_kept_to(uint32 (&to)[K][4], const float (&
 // Where 16 bytes of one of a consumer's rows lie in a tile of all keys of the CTA.
 template <typename Consumer, typename T>
 __device__ __forceinline__ T* place(const Consumer& of, T* tile, int block) {
-  constexpr int BOX = Consumer::BOX, BLOCK_N = Consumer::BLOCK_N;
+  constexpr int BLOCK_N = Consumer::BLOCK_N;
   const int lane = of.thread % 32, row = of.rows() * ROWS + of.thread / 32 * 16 + lane % 16;
   const int chunk = (2 * block % 8 + lane / 16) ^ row % 8;
   return tile + 16 * block / BOX * BLOCK_N * BOX + row * BOX + 8 * chunk;
 }
 
 // Leaves a consumer's part of dQ where it is added to global memory.
-__device__ __forceinline__ void put_sums(float* sums, const float (&dq)[PART / WARPGROUP_THREADS], int warpgroup,
-                                         int thread, bool first) {
+template <int N>
+__device__ __forceinline__ void put_sums(float* sums, const float (&dq)[N], int warpgroup, int thread, bool first) {
   if (!first) named_barrier_sync(SUMS_EMPTY + warpgroup, SUMS_THREADS);
   auto* to = reinterpret_cast<float4*>(sums) + thread;
 #pragma unroll
-  for (int i = 0; i < PART / WARPGROUP_THREADS / 4; ++i) {
+  for (int i = 0; i < N / 4; ++i) {
     to[i * WARPGROUP_THREADS] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
   fence_proxy_async();
@@ -200,14 +200,13 @@ __device__ __forceinline__ void put_sums(float* sums, const float (&dq)[PART / W
 }
 
 // Leaves a consumer's part of dQ, which is whole, where it is stored from.
-template <typename T>
-__device__ __forceinline__ void put_queries(T* tile, const float (&dq)[PART / WARPGROUP_THREADS], float factor,
-                                            int warpgroup, int thread, bool first) {
-  constexpr int BOX = 64;
+template <typename T, int N>
+__device__ __forceinline__ void put_queries(T* tile, const float (&dq)[N], float factor, int warpgroup, int thread,
+                                            bool first) {
   if (!first) named_barrier_sync(SUMS_EMPTY + warpgroup, SUMS_THREADS);
   const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
 #pragma unroll
-  for (int block = 0; block < BOX / 16; ++block) {
+  for (int block = 0; block < N / 8; ++block) {
     uint32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) word[i] = pack<T>(dq[8 * block + 2 * i] * factor, dq[8 * block + 2 * i + 1] * factor);
@@ -222,7 +221,7 @@ template <typename Consumer>
 __device__ __forceinline__ void store(const Consumer& of, const TensorMap& map, typename Consumer::T* tile,
                                       const typename Consumer::Sums& sums, float factor) {
   using T = typename Consumer::T;
-  constexpr int BOX = Consumer::BOX, BLOCK_N = Consumer::BLOCK_N, HEAD_DIM = Consumer::HEAD_DIM;
+  constexpr int BLOCK_N = Consumer::BLOCK_N, HEAD_DIM = Consumer::HEAD_DIM;
 #pragma unroll
   for (int block = 0; block < HEAD_DIM / 16; ++block) {
     uint32 word[4];
@@ -236,7 +235,7 @@ __device__ __forceinline__ void store(const Consumer& of, const TensorMap& map, 
   named_barrier_sync(CONSUMER + of.warpgroup, WARPGROUP_THREADS);
   if (of.thread / 32 == 0 && elect_one()) {
 #pragma unroll
-    for (int panel = 0; panel < HEAD_DIM / BOX; ++panel) {
+    for (int panel = 0; panel < Consumer::COLUMNS / BOX; ++panel) {
       tma_store(map, tile + (panel * BLOCK_N + of.rows() * ROWS) * BOX, panel * BOX, of.first_key, of.walk.head_kv,
                 of.walk.batch);
     }

@@ -14,6 +14,11 @@ using microsdpa::backward::BackwardParams;
 constexpr int CONSUMERS = 2;
 constexpr int PART = ROWS * 64;  // sums of dQ that a consumer makes at a time
 
+// Tiles in memory have whole panels of BOX columns. Products have HEAD_DIM columns, which is a multiple of 16.
+constexpr int BOX = 64;
+template <int HEAD_DIM>
+constexpr int PANEL_COLUMNS = (HEAD_DIM + BOX - 1) / BOX * BOX;
+
 // BLOCK_M queries are walked over at a time, and each consumer has 64 of the CTA's keys. DP_FIRST: dP is multiplied
 // while P is made, else after it, which takes fewer registers. WHOLE: a CTA has all keys of its head, and what it makes
 // of dQ are no parts of sums.
@@ -23,10 +28,15 @@ struct Tiles {
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = BLOCK_M_, BLOCK_N = ROWS * CONSUMERS;
   static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
   static constexpr bool DP_FIRST = DP_FIRST_, WHOLE = WHOLE_;
-  static constexpr int BOX = 64;                           // columns of a panel
-  static constexpr int PARTS = BLOCK_M * HEAD_DIM / PART;  // of the sums of dQ of a tile
+  static constexpr int COLUMNS = PANEL_COLUMNS<HEAD_DIM>;
+  static constexpr int PARTS = BLOCK_M * COLUMNS / PART;  // of the sums of dQ of a tile
   static_assert(PARTS == CONSUMERS, "each consumer has a part of 64 x 64 sums of dQ");
-  static_assert(BLOCK_M % BOX == 0 && HEAD_DIM % BOX == 0, "tiles have whole panels");
+  static_assert(BLOCK_M % BOX == 0 && HEAD_DIM % 16 == 0, "products have whole steps");
+
+  // Columns of a part of dQ. A part has 64 queries and all columns, or all queries and up to 64 columns.
+  __device__ __forceinline__ static constexpr int part_columns(int part) {
+    return BLOCK_M > BOX || part > 0 ? HEAD_DIM - (COLUMNS - BOX) : BOX;
+  }
 };
 
 // For larger heads: both consumers have the CTA's 64 keys, and one of the sums dK and dV each.
@@ -35,19 +45,21 @@ struct WideTiles {
   using T = T_;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = 64, BLOCK_N = ROWS;
   static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
-  static constexpr int BOX = 64;
-  static constexpr int PARTS = HEAD_DIM / 64;
-  static_assert(HEAD_DIM % BOX == 0, "tiles have whole panels");
+  static constexpr int COLUMNS = PANEL_COLUMNS<HEAD_DIM>;
+  static constexpr int PARTS = COLUMNS / BOX;
+  static_assert(HEAD_DIM % 16 == 0, "products have whole steps");
+
+  __device__ __forceinline__ static constexpr int part_columns(int) { return BOX; }
 };
 
-// Tiles are cut into panels of 64 columns, stored one after another.
+// Panels of a tile lie one after another.
 template <typename C>
 struct SharedStorage {
   using T = typename C::T;
-  alignas(1024) T key[C::BLOCK_N * C::HEAD_DIM];    // at the end dK
-  alignas(1024) T value[C::BLOCK_N * C::HEAD_DIM];  // at the end dV
-  alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::HEAD_DIM];
-  alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::HEAD_DIM];
+  alignas(1024) T key[C::BLOCK_N * C::COLUMNS];    // at the end dK
+  alignas(1024) T value[C::BLOCK_N * C::COLUMNS];  // at the end dV
+  alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::COLUMNS];
+  alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::COLUMNS];
   alignas(1024) T ds[2][C::BLOCK_N * C::BLOCK_M];  // dS^T, the queries contiguous, of every other tile
   alignas(1024) float sums[CONSUMERS][PART];       // of dQ, on their way to global memory; or dQ, WHOLE
   alignas(128) float lse[C::QUERY_STAGES][C::BLOCK_M];
@@ -60,10 +72,10 @@ struct SharedStorage {
 template <typename C>
 struct WideStorage {
   using T = typename C::T;
-  alignas(1024) T key[C::BLOCK_N * C::HEAD_DIM];    // at the end dK
-  alignas(1024) T value[C::BLOCK_N * C::HEAD_DIM];  // at the end dV
-  alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::HEAD_DIM];
-  alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::HEAD_DIM];
+  alignas(1024) T key[C::BLOCK_N * C::COLUMNS];    // at the end dK
+  alignas(1024) T value[C::BLOCK_N * C::COLUMNS];  // at the end dV
+  alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::COLUMNS];
+  alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::COLUMNS];
   alignas(1024) T ds[C::BLOCK_N * C::BLOCK_M];     // dS^T, the queries contiguous
   alignas(1024) float p[C::BLOCK_N * C::BLOCK_M];  // P^T as a warpgroup's accumulators have it
   alignas(1024) float sums[CONSUMERS][PART];       // of dQ, on their way to global memory

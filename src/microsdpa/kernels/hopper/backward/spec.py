@@ -27,6 +27,8 @@ PARAMS = "microsdpa::backward::BackwardParams"
 CONSUMERS = 2
 BOX = 64
 """Columns of a panel."""
+WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+"""Columns that products have: those of wgmma."""
 LARGEST_HEAD_DIM = 256
 LARGEST_JOINT = 128
 """Columns up to which the registers of a consumer hold dK and dV of its keys together; else it holds one of them."""
@@ -41,7 +43,8 @@ class Tiling:
     """A configuration of the kernel.
 
     Attributes:
-        columns: of its tiles; those past the head dimension are zeros. Over 128 both consumers have the same keys.
+        columns: of its tiles; those past the head dimension are zeros, and products have only few of them. Over 128
+            both consumers have the same keys.
         block_m: queries of a tile.
         query_stages: tiles of Q that there is room for.
         grad_stages: the same of dO.
@@ -186,7 +189,7 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
     """The kernel that sums dK and dV, and adds to dQ."""
     arguments: dict[str, str | int] = {
         "T": CPP_TYPE[problem.dtype],
-        "HEAD_DIM": tiling.columns,
+        "HEAD_DIM": next(width for width in WIDTHS if problem.head_dim <= width),
         **({} if tiling.wide else {"BLOCK_M": tiling.block_m}),
         "QUERY_STAGES": tiling.query_stages,
         "GRAD_STAGES": tiling.grad_stages,
@@ -233,6 +236,8 @@ def catalogue(target: str) -> list[KernelSpec]:
     for head_dim, dtype, causal, seqlen_k, dropout in (
         *((64, "float16", None, 2048, False), (128, "bfloat16", "upper_left", 2048, False)),
         *((72, "float16", None, 2048, False), (192, "float16", None, 2048, False)),
+        *((40, "float16", "upper_left", 2048, False), (160, "bfloat16", None, 2048, False)),
+        *((96, "bfloat16", None, 128, False), (112, "float16", "upper_left", 2048, True)),
         *((256, "bfloat16", "upper_left", 2048, False), (64, "bfloat16", None, 128, False)),
         *((64, "float16", None, 2048, True), (128, "bfloat16", "upper_left", 2048, True)),
         *((256, "float16", None, 2048, True), (128, "float16", "upper_left", 128, True)),
