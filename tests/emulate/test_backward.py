@@ -64,6 +64,9 @@ TILINGS = [
             Case(1, 1, 100, 70, 96, causal="lower_right"),
             Case(1, 1, 150, 300, 64, masks=("documents",)),
             Case(1, 1, 70, 300, 64, masks=("padding",)),
+            Case(1, 1, 70, 150, 72, masks=("bool",)),  # tiles of 96 columns
+            Case(1, 2, 100, 150, 80, heads_kv=1, causal="upper_left", masks=("softcap",)),
+            Case(1, 1, 70, 100, 44, masks=("additive",), layout="unaligned"),
         )
     ),
     (Case(1, 1, 140, 150, 128, causal="lower_right"), Tiling(warps=8, step=64, ctas=1, wgmma=True, bulk=True)),
@@ -73,6 +76,7 @@ TILINGS = [
         Tiling(block_walk=128, step=64, wgmma=True, bulk=True),
     ),
     (Case(1, 1, 70, 100, 128), Tiling(step=64, wgmma=True)),
+    *((Case(1, 1, 70, 100, d, masks=("bool",)), Tiling(warps=8, block_walk=32, wgmma=True)) for d in (144, 168, 232)),
 ]
 
 

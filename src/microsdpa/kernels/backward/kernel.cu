@@ -6,7 +6,7 @@
 // of every query head of their key head, and sum dK and dV. CTAs that own queries sum dQ. Both make S and dP again:
 // seven products in all. Tiles:    the owned rows [BLOCK_OWN, D] of two tensors; each warp has 16 ROW_TILES of them, as
 // A operands. The walked
-//           rows [BLOCK_WALK, D] of two tensors in a ring of STAGES; D is HEAD_DIM, filled up to a multiple of 16.
+//           rows [BLOCK_WALK, D] of two tensors in a ring of STAGES; D is HEAD_DIM, filled up to TILE_COLUMNS.
 // Pipeline: 1. cp.async fills the ring, one tile ahead     2. S and dP of STEP walked rows; where keys are owned, their
 //           transposes     3. P and dS in registers, which are A operands     4. the sums
 // Bound by: shared memory, which each product of a warp reads one operand from, beside the tensor cores.
@@ -24,6 +24,12 @@ namespace microsdpa::backward {
 // What a CTA sums. dK and dV of a large head do not fit the registers together.
 enum Role { KEYS_AND_VALUES, KEYS, VALUES, QUERIES };
 
+// Columns of a tile: whole steps of mma.sync, or whole panels of 32 or 64 for wgmma.
+template <int HEAD_DIM, bool WGMMA>
+constexpr int TILE_COLUMNS = !WGMMA            ? (HEAD_DIM + 15) / 16 * 16
+                             : HEAD_DIM <= 160 ? (HEAD_DIM + 31) / 32 * 32
+                                               : (HEAD_DIM + 63) / 64 * 64;
+
 template <typename T_, int HEAD_DIM_, int ROW_TILES_, int WARPS_, int BLOCK_WALK_, int STEP_, int STAGES_,
           int LOAD_BYTES_, bool WGMMA_, bool BULK_>
 struct Tiles {
@@ -31,7 +37,7 @@ struct Tiles {
   static constexpr int HEAD_DIM = HEAD_DIM_, ROW_TILES = ROW_TILES_, BLOCK_WALK = BLOCK_WALK_, STEP = STEP_;
   static constexpr int STAGES = STAGES_, LOAD_BYTES = LOAD_BYTES_, THREADS = 32 * WARPS_;
   static constexpr bool WGMMA = WGMMA_, BULK = BULK_;
-  static constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;
+  static constexpr int COLUMNS = TILE_COLUMNS<HEAD_DIM, WGMMA>;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_OWN = WARP_ROWS * WARPS_;
   using Owned = SwizzledTile<T, BLOCK_OWN, COLUMNS>;
   using Walked = SwizzledTile<T, BLOCK_WALK, COLUMNS>;

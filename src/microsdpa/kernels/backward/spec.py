@@ -61,9 +61,14 @@ class Tiling:
         """Rows that a CTA owns."""
         return 16 * self.row_tiles * self.warps
 
+    def columns(self, head_dim: int) -> int:
+        """Columns of a tile: TILE_COLUMNS of kernel.cu."""
+        step = 16 if not self.wgmma else 32 if head_dim <= LARGEST_NARROW_PANELS else 64
+        return ceil(head_dim / step) * step
+
     def shared_bytes(self, head_dim: int, weighted: bool) -> int:
         """Dynamic shared memory: the owned rows, the ring, what is known of the walked rows, barriers, votes."""
-        columns = ceil(head_dim / 16) * 16
+        columns = self.columns(head_dim)
         rows = 2 * self.block_own + 2 * self.stages * self.block_walk
         terms = self.stages * self.block_walk * terms_bytes(weighted)
         return ceil((2 * columns * rows + terms + 8 * (self.warps + self.stages)) / 128) * 128
@@ -79,8 +84,10 @@ def is_weighted(problem: Problem) -> bool:
     return problem.mask is not None and problem.mask.tensor not in (None, "bool", "int32")
 
 
-WGMMA_COLUMNS = 32, 64, 96, 128, 192, 256
-"""Head dimensions, filled up to a multiple of 16, that wgmma takes."""
+LARGEST_NARROW_PANELS = 160
+"""Head dimension up to which tiles for wgmma have panels of 32 columns, else of 64."""
+LEAST_WGMMA = 17
+"""Head dimension from which on wgmma is used, whose tiles have 32 columns at least."""
 SHORT = 256
 """Rows up to which three CTAs of one warpgroup an SM are faster than one of two."""
 FEWEST_WIDE_TILES = 2
@@ -90,7 +97,7 @@ FEWEST_WIDE_TILES = 2
 def choose(problem: Problem) -> Tiling:
     """The tiling for a problem: on a Hopper measured, elsewhere by what shared memory and registers hold."""
     columns, mask = ceil(problem.head_dim / 16) * 16, problem.mask
-    if capability_of(problem.target) == (9, 0) and columns in WGMMA_COLUMNS:
+    if capability_of(problem.target) == (9, 0) and problem.head_dim >= LEAST_WGMMA:
         bulk = problem.bulk and _load_bytes(problem) == VECTOR_BYTES
         if columns > LARGEST_JOINT:
             return Tiling(warps=8, block_walk=32, ctas=1, wgmma=True, bulk=bulk)
@@ -227,8 +234,7 @@ def gradients(problem: Problem, tiling: Tiling, slopes: bool = False) -> KernelS
 
 def _tensor_maps(problem: Problem, tiling: Tiling) -> tuple[TensorMap, ...]:
     """Boxes of a panel's columns, of at most 64 rows."""
-    columns = ceil(problem.head_dim / 16) * 16
-    panel, rows = 64 if columns % 64 == 0 else 32, min(64, tiling.block_walk)
+    panel, rows = 64 if tiling.columns(problem.head_dim) % 64 == 0 else 32, min(64, tiling.block_walk)
     names: tuple[Literal["query", "key", "value", "grad_out"], ...] = ("query", "key", "value", "grad_out")
     return tuple(TensorMap(name, rows, panel, 2 * panel) for name in names)
 
