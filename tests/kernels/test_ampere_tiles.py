@@ -124,6 +124,10 @@ def test_long_keys_are_split_among_ctas_where_few_queries_leave_the_chip_empty(t
         ({"seqlen_k": 1500, "batch": 25}, 1, False, tiles.DECODE_WIDE),  # over one and a half CTAs an SM
         ({"seqlen_k": 600, "batch": 32}, 1, False, tiles.DECODE_LEAN_DEEP),  # 28.6 us on an H100, DECODE_LEAN 32.3
         ({"seqlen_k": 600, "batch": 32, "head_dim": 80}, 1, False, tiles.DECODE_LEAN),  # 19.0 and 21.9
+        ({"seqlen_k": 729, "batch": 32, "head_dim": 72}, 1, False, tiles.DECODE_LEAN),  # 18.4 on an H200, _WIDE 19.8
+        ({"seqlen_k": 400, "batch": 40, "head_dim": 72}, 1, False, tiles.DECODE_LEAN_DEEP),  # 15.3 and 17.6
+        ({"seqlen_k": 729, "batch": 50, "head_dim": 72}, 1, False, tiles.DECODE_LEAN_DEEP),  # 27.8, DECODE_WIDE 32.9
+        ({"seqlen_k": 600, "batch": 64, "head_dim": 80}, 1, False, tiles.DECODE_LEAN),
         ({"seqlen_k": 4096, "head_dim": 256}, 8, True, tiles.DECODE_LARGE_HEADS),
     ],
 )

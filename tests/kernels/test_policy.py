@@ -185,6 +185,39 @@ def test_gradients_of_one_tile_of_keys_need_sms_or_few_queries() -> None:
     assert not whole(2, 32, 8, 512)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "mask", "ours"),
+    [
+        (64, 1024, "bool", False),
+        (128, 1024, "bool", False),
+        (72, 1024, "bool", True),  # cuDNN has 128 columns, backward 96
+        (160, 1024, "bool", True),
+        (48, 1024, "bool", False),
+        (72, 1024, "float16", False),
+        (72, 1024, None, True),
+        (72, 256, None, True),  # by hopper/backward: tiles of 96 columns are no gain
+    ],
+)
+def test_gradients_under_a_mask_are_left_to_cudnn_where_that_is_faster(
+    head_dim: int, seqlen: int, mask: str | None, ours: bool
+) -> None:
+    kind = MaskKind(mask) if mask else None  # type: ignore[arg-type]
+    problem = Problem(8, 16, 16, seqlen, seqlen, head_dim, "float16", mask=kind, target="sm_90a")
+    assert policy.beats_torch_backward(problem) is ours
+    if mask is None:
+        assert isinstance(policy.five_products(problem, False), hopper_backward.Tiling)
+
+
+def test_a_node_is_worth_its_time_from_fewer_operations_on_where_cudnn_fills_up_heads() -> None:
+    def worth(head_dim: int, heads: int) -> bool:
+        return policy.is_worth_a_node(Problem(8, heads, heads, 1024, 1024, head_dim, "float16", target="sm_90a"))
+
+    assert worth(80, 16)  # 277 us on an H200, cuDNN 359
+    assert not worth(80, 12)
+    assert not worth(64, 24)
+    assert worth(64, 32)
+
+
 def test_heads_side_by_side_are_at_least_those_of_all_sms() -> None:
     def together(heads_kv: int) -> int:
         problem = Problem(4, 32, heads_kv, 2048, 2048, 128, "float16", causal="upper_left", target="sm_90a")

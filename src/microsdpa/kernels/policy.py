@@ -570,8 +570,12 @@ def skip_reason(family: Family, problem: Problem) -> Rejection | None:
     return rule.words(problem) if skips(family, problem) else None
 
 
-LEAST_GRADIENT_FLOPS = 2.0**37
-"""Of the five products of a gradient, from which on 0.3 ms of the GPU hide a node in Python."""
+LEAST_GRADIENT_FLOPS, LEAST_FLOPS_OF_OTHER_HEADS = 2.0**37, 2.0**36.5
+"""Of the five products of a gradient, from which on 0.3 ms of the GPU hide a node in Python: at head dimensions that 64
+divides, and at others."""
+HEADS_CUDNN_FILLS_UP = range(72, 161)
+"""Head dimensions where cuDNN's backward pass is the slower one under a boolean mask, unless 64 divides them: 1.04 to
+1.27 times the time at 400 and 1,024 tokens on an H200."""
 
 
 def five_products(problem: Problem, deterministic: bool) -> hopper_backward.Tiling | Rejection:
@@ -594,13 +598,19 @@ def _is_worth_whole_keys(problem: Problem, tiling: hopper_backward.Tiling) -> bo
 def beats_torch_backward(problem: Problem) -> bool:
     """Whether this library's kernels make a gradient faster than torch's backward passes, as measured on an H200.
 
-    Against cuDNN's that is hopper/backward wherever it runs; without it, where there are few tiles.
+    Against cuDNN's that is hopper/backward wherever it runs; without it, where there are few tiles, and under a boolean
+    mask where cuDNN fills up heads.
     """
-    return isinstance(five_products(problem, False), hopper_backward.Tiling) or backward.is_for_small(problem)
+    if isinstance(five_products(problem, False), hopper_backward.Tiling) or backward.is_for_small(problem):
+        return True
+    hidden = problem.mask is not None and problem.mask.tensor == "bool"
+    filled = problem.head_dim in HEADS_CUDNN_FILLS_UP and problem.head_dim % 64 != 0
+    return hidden and filled and backward.choose(problem).wgmma
 
 
 def is_worth_a_node(problem: Problem) -> bool:
     """Whether the gradient is to be hopper/backward's in spite of the time that a node in Python costs the host."""
     flops = 10 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim
-    enough = flops / (2 if problem.causal else 1) >= LEAST_GRADIENT_FLOPS
+    least = LEAST_FLOPS_OF_OTHER_HEADS if problem.head_dim % 64 else LEAST_GRADIENT_FLOPS
+    enough = flops / (2 if problem.causal else 1) >= least
     return enough and isinstance(five_products(problem, False), hopper_backward.Tiling)

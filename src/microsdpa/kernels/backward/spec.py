@@ -116,8 +116,12 @@ def choose(problem: Problem) -> Tiling:
 
 
 def is_for_small(problem: Problem) -> bool:
-    """Whether the kernels are faster than cuDNN's backward pass, as measured on an H200: short rows, or few tiles."""
-    if capability_of(problem.target) != (9, 0) or not choose(problem).wgmma:
+    """Whether the kernels are faster than cuDNN's backward pass, as measured on an H200: short rows, or few tiles.
+
+    Not where their tiles have columns too many: at D = 72 the products of hopper/backward have fewer.
+    """
+    tiling, columns = choose(problem), ceil(problem.head_dim / 16) * 16
+    if capability_of(problem.target) != (9, 0) or not tiling.wgmma or tiling.columns(problem.head_dim) > columns:
         return False
     tiles = problem.batch * (
         problem.heads * ceil(problem.seqlen_q / 128) + problem.heads_kv * ceil(problem.seqlen_k / 128)

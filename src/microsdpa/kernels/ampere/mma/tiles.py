@@ -108,8 +108,9 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 KEYS_OF_A_LAUNCH, KEYS_FOR_EIGHT_WARPS = 400, 512
 """Keys of a CTA, by measurements on an H200: those that take as long as a second kernel, and from which on eight warps
 are faster than four."""
-MOST_FEW_KEYS = 700
-"""Keys up to which several small CTAs an SM decode faster than one large one, as measured on an H100."""
+MOST_FEW_KEYS, MOST_FEW_NARROW_KEYS = 700, 1000
+"""Keys up to which several small CTAs an SM decode faster than one large one, as measured on an H100; and the same at D
+= 72 and 80 for up to two CTAs an SM, as measured on an H200."""
 LONG_KEYS = 2048
 FEWEST_TURNS, MOST_LATE_KEYS = 6, 1024
 """Where the second CTA of an SM begins late, as measured on an H200: CTAs that a place on an SM computes, keys."""
@@ -278,10 +279,16 @@ def _decoding_in_small_ctas(problem: Problem) -> Tiling | None:
             return tiling
     if problem.mask is None and 2 * ctas <= 3 * sms:
         return DECODE_LEAN_DEEP if head_dim <= 64 else DECODE_LEAN
+    narrow = problem.mask is None and 64 < head_dim <= 80
+    if narrow and problem.seqlen_k <= MOST_FEW_NARROW_KEYS:
+        if ctas <= 2 * sms:
+            return DECODE_LEAN
+        if 4 * ctas <= 13 * sms:  # an SM holds three of those with three stages
+            return DECODE_LEAN_DEEP
     if problem.seqlen_k > MOST_FEW_KEYS:
         return None
     # Two CTAs an SM at most are spread evenly; where three fit, some SMs had three and others one.
-    spread = problem.mask is None and ctas <= 2 * sms and not 64 < head_dim <= 80
+    spread = problem.mask is None and ctas <= 2 * sms
     return DECODE_LEAN_DEEP if spread else DECODE_LEAN
 
 
