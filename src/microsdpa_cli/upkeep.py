@@ -63,6 +63,34 @@ def resign_(
     finish([step], as_json)
 
 
+@command(evidence, "stale", "Cells that want to be measured again.", "microsdpa evidence stale --gpu h200")
+def stale(
+    root: Root = Path(),
+    results: Results = None,
+    gpu: Annotated[str | None, typer.Option(help="One folder of the result files, such as h200; else all.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the cells whose rows were measured with code that has changed since."""
+    from microsdpa.evidence import upkeep
+
+    with progress() as bars:
+        step = upkeep.stale(existing("results", results or root / names.RESULTS), gpu, bars)
+    finish([step], as_json)
+
+
+@command(evidence, "add", "Add cells that were measured elsewhere.", "microsdpa evidence add report/h200/decode.json")
+def add(
+    files: Annotated[list[Path], typer.Argument(help="Result files of some cells.", exists=True, dir_okay=False)],
+    root: Root = Path(),
+    results: Results = None,
+    as_json: Json = False,
+) -> None:
+    """Add the cells of result files to those of their suites; rows of the other cells stay, each with its commit."""
+    from microsdpa.evidence import upkeep
+
+    finish([upkeep.add(files, existing("results", results or root / names.RESULTS))], as_json)
+
+
 @command(
     evidence, "mutate", "Does the emulator see a missing fence or wait?", "microsdpa evidence mutate hopper/latency"
 )

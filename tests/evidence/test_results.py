@@ -71,9 +71,22 @@ def test_parts_of_a_suite_make_one_result(result: results.Result, tmp_path: Path
         results.write(results.completed(part, tmp_path, wording.case_name), tmp_path)
     assert told() == [(1, 1.0), (2, 2.0), (3, 2.0)]
     assert results.read(tmp_path / "h200" / "mission.json")["command"] == "one && two"
-    other = of([timed("microsdpa", 3.0, shape=shapes[0])], "three", commit="another")
-    results.write(results.completed(other, tmp_path, wording.case_name), tmp_path)
-    assert told() == [(1, 3.0)]
+    one = of([timed("microsdpa", 3.0, shape=shapes[0])], "three", commit="1" * 40, created="2026-12-01T00:00:00Z")
+    results.write(results.completed(one, tmp_path, wording.case_name), tmp_path)
+    assert told() == [(2, 2.0), (3, 2.0), (1, 3.0)]
+    again = of([timed("microsdpa", 4.0, shape=shapes[1])], "four", commit="2" * 40)
+    whole = results.completed(again, tmp_path, wording.case_name)
+    results.write(whole, tmp_path)
+    assert told() == [(3, 2.0), (1, 3.0), (2, 4.0)]
+    of_commits = [row.get("recorded", {}).get("commit") for row in whole["rows"]]
+    assert of_commits == [result["commit"], "1" * 40, None]
+    said = wording.provenance(whole)
+    assert "commit 2222222222, " in said
+    assert "; 1 cell: commit 1111111111, 2026-12-01" in said
+    last = of([timed("microsdpa", 5.0, shape=shapes[0])], "five", commit="3" * 40)
+    assert results.completed(last, tmp_path, wording.case_name, of_any_commit=False) == last
+    elsewhere = of(last["rows"], "six", environment=last["environment"] | {"driver": "another"})
+    assert results.completed(elsewhere, tmp_path, wording.case_name) == elsewhere
 
 
 def test_an_edited_file_is_refused(result: results.Result, tmp_path: Path) -> None:

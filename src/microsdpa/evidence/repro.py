@@ -263,7 +263,7 @@ def bench_step(
     """A suite, microsdpa against its peers; the gate is that microsdpa is right and fails at nothing it accepts.
 
     `ahead` may have processes that have rehearsed the suite as it is. Where `some` of the cells are measured, rows of
-    the others that were recorded below `output` at this commit stay.
+    the others that lie below `output` stay, as completed() of results has it.
     """
     until = None if some.seconds is None else time.time() + some.seconds
     of_doors = suite == doors.SUITE  # its cells are doors, and not the cases
@@ -293,7 +293,8 @@ def bench_step(
     def keep(found: list[results.Row]) -> None:
         if output is not None:
             made = results.make(loaded.name, command, found)
-            results.write(made if some.is_all else results.completed(made, output, case_name), output)
+            whole = made if some.is_all else results.completed(made, output, case_name, not loaded.drawn)
+            results.write(whole, output)
 
     if suite == start.SUITE and not some.is_all:
         hint = "leave --cells, --part and --seconds out, or name another suite"

@@ -76,22 +76,35 @@ def write(result: Result, directory: Path) -> Path:
     return path
 
 
-def completed(result: Result, directory: Path, cell: Callable[[Row], str]) -> Result:
+SAME = "gpu", "driver", "torch"
+"""What rows of one file were all measured with."""
+
+
+def completed(result: Result, directory: Path, cell: Callable[[Row], str], of_any_commit: bool = True) -> Result:
     """A result of some cells, with the rows of the others that lie below `directory`.
 
-    These stay if they are of the same commit, GPU, driver and torch. `cell` names the cell of a row.
+    These stay if they are of the same GPU, driver and torch. Those of another commit get a field `recorded`, which says
+    of which one, and when they were measured.
+
+    Args:
+        result: of the cells that were measured now.
+        directory: of result files.
+        cell: names the cell of a row.
+        of_any_commit: whether rows of other commits stay; not where each commit has cells of its own.
     """
     path = path_below(directory, result)
     if not path.is_file():
         return result
     old = read(path)
-    same = old["commit"] == result["commit"] and all(
-        old["environment"][name] == result["environment"][name] for name in ("gpu", "driver", "torch")
-    )
+    same = all(old["environment"][name] == result["environment"][name] for name in SAME)
+    is_of_commit = old["commit"] == result["commit"]
     measured = {cell(row) for row in result["rows"]}
-    kept = [row for row in old["rows"] if same and cell(row) not in measured]
+    kept = [row for row in old["rows"] if same and (of_any_commit or is_of_commit) and cell(row) not in measured]
     if not kept:
         return result
+    if not is_of_commit:
+        measured_with = {"commit": old["commit"], "created": old["created"]}
+        kept = [{"recorded": measured_with} | row for row in kept]
     commands = dict.fromkeys([*old["command"].split(AND), result["command"]])
     whole = result | {"rows": kept + result["rows"], "command": AND.join(commands)}
     return whole | {"checksum": checksum(whole)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from microsdpa.evidence import results
 from microsdpa.evidence.environment import is_commit
 
@@ -10,9 +12,18 @@ def provenance(result: results.Result) -> str:
     """One line: where, when and with what a result was taken."""
     e = result["environment"]
     gpu = f"{e['gpu']}, driver {e['driver']}, CUDA {e['cuda']}" if e["gpu"] else "no GPU"
-    commit = result["commit"][:10] if is_commit(result["commit"]) else "not recorded"
-    software = f"torch {e['torch']}, commit {commit}, {result['created'][:10]}"
+    software = f"torch {e['torch']}, commit {_short(result['commit'])}, {result['created'][:10]}"
+    earlier: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for row in result["rows"]:
+        if recorded := row.get("recorded"):
+            earlier[_short(recorded["commit"]), recorded["created"][:10]].add(case_name(row))
+    for (commit, day), cells in earlier.items():
+        software += f"; {len(cells)} cell{'s' * (len(cells) > 1)}: commit {commit}, {day}"
     return f"*{gpu}, {software}: `{result['command']}`*\n"
+
+
+def _short(commit: str) -> str:
+    return commit[:10] if is_commit(commit) else "not recorded"
 
 
 def quoted_us(row: results.Row) -> float:

@@ -30,6 +30,7 @@ class Suite:
         eight_bit: the cases in which 8-bit implementations take part.
         variants: the ways of calling this library that take part; all of them if empty.
         energy: whether the energy of calls is measured too.
+        drawn: whether each commit has cases of its own, which are drawn at random.
         labels: what a case is, such as the model that it is from.
     """
 
@@ -43,6 +44,7 @@ class Suite:
     variants: tuple[str, ...] = ()
     alone: bool = False
     energy: bool = False
+    drawn: bool = False
     labels: dict[Case, str] = field(default_factory=dict, hash=False)
 
 
@@ -140,6 +142,7 @@ def _parse(name: str, data: dict[str, Any]) -> Suite:
         variants=tuple(data.get("variants", ())),
         alone=data.get("alone", False),
         energy=data.get("energy", False),
+        drawn="random" in data,
         labels={case: label for case, label in labels.items() if label},
     )
 
