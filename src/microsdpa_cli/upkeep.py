@@ -80,7 +80,7 @@ def stale(
 
 @command(evidence, "add", "Add cells that were measured elsewhere.", "microsdpa evidence add report/h200/decode.json")
 def add(
-    files: Annotated[list[Path], typer.Argument(help="Result files of some cells.", exists=True, dir_okay=False)],
+    files: Annotated[list[Path], typer.Argument(help="Result files of some cells.")],
     root: Root = Path(),
     results: Results = None,
     as_json: Json = False,
