@@ -12,10 +12,11 @@ import microsdpa
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.probe_list import PROBES, WIDTHS, Probe
+from microsdpa.evidence.probe_list import PROBES, Probe
 from microsdpa.evidence.probes import distance, inputs, run_emulated
 from microsdpa.evidence.verify import check
 from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.hopper.common import WIDTHS
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
 

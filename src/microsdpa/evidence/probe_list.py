@@ -24,12 +24,11 @@ from microsdpa.evidence.probe_operands import (
     wmma_magnitude,
 )
 from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.hopper.common import WIDTHS
 
 BLOCKS = 64
 INSTRUCTIONS, WMMA = "probes/instructions.cu", "probes/wmma.cu"
 HOPPER, WGMMA = "probes/hopper.cu", "probes/wgmma.cu"
-WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-"""Every n of wgmma that kernels/ptx/ has."""
 ADDED, FROM_ZERO = "microsdpa::Start::ADDED", "microsdpa::Start::ZERO"
 
 

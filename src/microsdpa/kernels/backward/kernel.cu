@@ -1,14 +1,16 @@
-// Gradients of exact attention on mma.sync, for every call that has a forward pass. No atomics: the same bits each
-// time.
+// Gradients of exact attention, on wgmma or mma.sync, for every call that has a forward pass. No atomics: the same bits
+// each time.
 //
 // With P = 2^(scores - LSE) and dS = P (dP - delta), where dP = dO V^T: dV = P^T dO, dK = scale dS^T Q, dQ = scale dS
 // K. A CTA owns BLOCK_OWN rows and walks over tiles of the other side's rows. CTAs that own keys walk over the queries
 // of every query head of their key head, and sum dK and dV. CTAs that own queries sum dQ. Both make S and dP again:
-// seven products in all. Tiles:    the owned rows [BLOCK_OWN, D] of two tensors; each warp has 16 ROW_TILES of them, as
-// A operands. The walked
+// seven products in all.
+// Tiles:    the owned rows [BLOCK_OWN, D] of two tensors; each warp has 16 ROW_TILES of them, as A operands. The walked
 //           rows [BLOCK_WALK, D] of two tensors in a ring of STAGES; D is HEAD_DIM, filled up to TILE_COLUMNS.
-// Pipeline: 1. cp.async fills the ring, one tile ahead     2. S and dP of STEP walked rows; where keys are owned, their
-//           transposes     3. P and dS in registers, which are A operands     4. the sums
+// Pipeline: 1. cp.async or bulk copies fill the ring, one tile ahead
+//           2. S and dP of STEP walked rows; where keys are owned, their transposes
+//           3. P and dS in registers, which are A operands
+//           4. the sums
 // Bound by: shared memory, which each product of a warp reads one operand from, beside the tensor cores.
 #include "../common/backward_work.cuh"
 #include "../common/dropout.cuh"

@@ -110,7 +110,7 @@ KEYS_OF_A_LAUNCH, KEYS_FOR_EIGHT_WARPS = 400, 512
 are faster than four."""
 MOST_FEW_KEYS, MOST_FEW_NARROW_KEYS = 700, 1000
 """Keys up to which several small CTAs an SM decode faster than one large one, as measured on an H100; and the same at D
-= 72 and 80 for up to two CTAs an SM, as measured on an H200."""
+= 72 and 80 for up to three CTAs an SM. On an H200 these were measured up to 1,000 keys, with three CTAs up to 729."""
 LONG_KEYS = 2048
 FEWEST_TURNS, MOST_LATE_KEYS = 6, 1024
 """Where the second CTA of an SM begins late, as measured on an H200: CTAs that a place on an SM computes, keys."""

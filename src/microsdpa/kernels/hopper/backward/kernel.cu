@@ -6,7 +6,7 @@
 // other warpgroups, the consumers, has 64 keys. Pipeline:
 //   1. TMA brings K and V once, and fills rings of Q with LSE and delta, and of dO
 //   2. S^T = K Q^T and dP^T = V dO^T; P^T and dS^T stay in registers, as A operands of dV and dK
-//   3. dS^T also goes to shared memory: each consumer makes half of the tile's dQ of both consumers' keys
+//   3. dS^T also goes to shared memory: each consumer makes a part of the tile's dQ, of both consumers' keys
 //   4. dQ goes to shared memory, and is added in FP32 to global memory by bulk copies, in any order or in a fixed one
 // S of the next tile is multiplied before dK of this one, so that its exponentials run beside products.
 // Bound by: the tensor cores, and shared memory, which S, dP and dQ read both operands from.
@@ -27,7 +27,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const Attentio
   consumer.finish(grad_key, grad_value);
 }
 
-// HEAD_DIM: that of the call, filled up with zeros to a multiple of 16. IN_ORDER: whether sums of dQ are added in an
+// HEAD_DIM: that of the call, filled up with zeros to a width of wgmma. IN_ORDER: whether sums of dQ are added in an
 // order that is always the same. MAPS: that of dQ, where one CTA has all keys of a head, and dQ is no sum.
 template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool DP_FIRST, bool IN_ORDER,
           bool CAUSAL, typename DROPOUT = NoDropout, typename... MAPS>

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Literal
 
 from microsdpa.kernels.chip import L2_PART, chip_of
-from microsdpa.kernels.hopper.common import ROWS
+from microsdpa.kernels.hopper.common import ROWS, WIDTHS
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of
 from microsdpa.kernels.spec import (
     BOOLEAN,
@@ -27,8 +27,6 @@ PARAMS = "microsdpa::backward::BackwardParams"
 CONSUMERS = 2
 BOX = 64
 """Columns of a panel."""
-WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-"""Columns that products have: those of wgmma."""
 LARGEST_HEAD_DIM = 256
 LARGEST_JOINT = 128
 """Columns up to which the registers of a consumer hold dK and dV of its keys together; else it holds one of them."""
@@ -43,8 +41,8 @@ class Tiling:
     """A configuration of the kernel.
 
     Attributes:
-        columns: of its tiles; those past the head dimension are zeros, and products have only few of them. Over 128
-            both consumers have the same keys.
+        columns: of its tiles; those past the head dimension are zeros. Products have the next one of WIDTHS. Over 128
+            columns both consumers have the same keys.
         block_m: queries of a tile.
         query_stages: tiles of Q that there is room for.
         grad_stages: the same of dO.

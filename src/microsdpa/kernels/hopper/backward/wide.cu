@@ -15,6 +15,7 @@
 
 namespace microsdpa::hopper::backward {
 
+// HEAD_DIM and IN_ORDER: as in kernel.cu.
 template <typename T, int HEAD_DIM, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool CAUSAL,
           typename DROPOUT = NoDropout>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)

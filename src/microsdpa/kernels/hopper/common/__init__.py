@@ -6,6 +6,8 @@ from math import ceil
 
 ROWS = 64
 """Rows of a product of wgmma, and of a consumer warpgroup."""
+WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+"""Columns of a product of wgmma: every n that kernels/ptx/wgmma.cuh has."""
 PANEL_BYTES = 128
 """Of a row of a box at most: the copies' pattern repeats."""
 
