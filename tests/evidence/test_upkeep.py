@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from microsdpa.emulate import build
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import results, upkeep
 from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.probes import PROBES
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels.select import select
 
@@ -48,6 +50,18 @@ def test_a_cell_is_stale_when_its_kernel_has_changed(tmp_path: Path) -> None:
     assert step.summary.startswith("1 of 2 cells")
     with pytest.raises(InvalidArgument, match=r"gpu: expected a folder of .*, got l4; name one of h200"):
         upkeep.stale(tmp_path, "l4")
+
+
+def test_an_instruction_is_stale_when_its_probe_has_changed(tmp_path: Path) -> None:
+    made, problem = recorded(CASES[:2], 3.0, "instructions"), {"dtype": "bits", "op": "instruction", "mode": "verify"}
+    emulators = build.source_signature(PROBES[0].spec), "1" * 32
+    for row, probe, emulator in zip(made["rows"], PROBES, emulators, strict=False):
+        signatures = {"code_signature": code_signature(probe.spec, TARGET), "emulator_signature": emulator}
+        row |= problem | signatures | {"kernel": probe.spec.name}
+    results.write(made | {"checksum": results.checksum(made)}, tmp_path)
+    step = upkeep.stale(tmp_path)
+    assert step.table[1:] == [["h200", "instructions", PROBES[1].spec.name]]
+    assert step.summary.startswith("1 of 2 cells")
 
 
 def test_cells_of_another_machine_are_added(tmp_path: Path) -> None:

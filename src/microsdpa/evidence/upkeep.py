@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from microsdpa.errors import InvalidArgument
-from microsdpa.evidence import results, suites
+from microsdpa.evidence import probes, results, suites
 from microsdpa.evidence.signatures import is_stale
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.wording import case_name
@@ -54,7 +54,9 @@ def stale(directory: Path, gpu: str | None = None, progress: Progress = no_progr
         target = result["environment"].get("target")
         found: defaultdict[str, bool] = defaultdict(bool)
         for row in result["rows"]:
-            if row.get("code_signature") and "shape" in row and (row.get("target") or target):
+            if row.get("emulator_signature"):  # of an instruction, which has no problem
+                found[row["kernel"]] |= probes.is_stale(row, target)
+            elif row.get("code_signature") and "shape" in row and (row.get("target") or target):
                 found[case_name(row)] |= is_stale(row, row.get("target") or target)
         names = [name for name, changed in found.items() if changed]
         table += [[path.parent.name, result["suite"], name] for name in names]
