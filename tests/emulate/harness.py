@@ -91,7 +91,13 @@ def run_inline(
     banks: bool = False,
 ) -> tuple[torch.Tensor, Report]:
     """Run a kernel given as text on 1024 input floats (0, 1, 2, ...) and 1024 output floats (NaN)."""
-    library = kernel(text, directory, threads)
+    return run_kernel(kernel(text, directory, threads), threads, schedule, blocks, banks)
+
+
+def run_kernel(
+    library: build.Library, threads: int, schedule: Schedule | None = None, blocks: int = 1, banks: bool = False
+) -> tuple[torch.Tensor, Report]:
+    """run_inline() of a kernel that is built."""
     source, out = torch.arange(1024, dtype=torch.float32), torch.full((1024,), torch.nan)
     report = launch(
         library,

@@ -3,18 +3,14 @@
 // A bulk copy's bytes arrive when a thread waits for the phase that they count towards and nothing else is missing from
 // it (late), or at once (early). Who has not waited for the phase does not know of them, and is in a race.
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <optional>
-#include <thread>
 
 #include "processor.h"
 
 namespace microsdpa::emulator {
 
 namespace {
-
-constexpr std::chrono::seconds TURN_SECONDS(60);  // far longer than another block takes
 
 constexpr int RANK_SHIFT = 24;  // an address in a cluster: the CTA's rank above the position in its shared memory
 
@@ -353,33 +349,6 @@ void Processor::finish_store(const BulkStore& store) {
     // From here the reads are as if this thread had made them: who writes next needs a barrier with it.
     shadow_.mark_read(offset, bytes, self_->id, self_->known, 0);
   }
-}
-
-// Blocks begin in the order of their numbers, each on one OS thread: the one that sets the number has begun. One that
-// has begun later never sets it in time, which is a deadlock of a GPU too.
-void Processor::wait_for_turn(const std::int32_t* number, std::int32_t turn, Place place) {
-  if (const std::string fault = global_fault(reinterpret_cast<std::uintptr_t>(number), sizeof(*number), false);
-      !fault.empty()) {
-    fail(place, "wait for a turn: %s", fault.c_str());
-  }
-  const auto begin = std::chrono::steady_clock::now();
-  while (__atomic_load_n(number, __ATOMIC_ACQUIRE) != turn) {
-    if (job_.stop || std::chrono::steady_clock::now() - begin > TURN_SECONDS) {
-      fail(place, "wait for turn %d: the number stays %d", turn, __atomic_load_n(number, __ATOMIC_ACQUIRE));
-    }
-    std::this_thread::yield();
-  }
-}
-
-void Processor::end_turn(std::int32_t* number, std::int32_t next, Place place) {
-  if (const std::string fault = global_fault(reinterpret_cast<std::uintptr_t>(number), sizeof(*number), true);
-      !fault.empty()) {
-    fail(place, "end of a turn: %s", fault.c_str());
-  }
-  if (!self_->open_stores.empty() || !self_->store_groups.empty()) {
-    fail(place, "end of a turn: this thread has a bulk store in flight: a wait is missing");
-  }
-  __atomic_store_n(number, next, __ATOMIC_RELEASE);
 }
 
 void Processor::fence_proxy_async() {

@@ -116,6 +116,7 @@ void Processor::access(const void* pointer, std::size_t bytes, bool write, bool 
     return;  // the kernel's parameters, which a GPU has in constant memory
   } else {
     check_global(address, bytes, write, place);
+    global_access(address, bytes, write, place);
     (write ? counters.global_write_bytes : counters.global_read_bytes) += bytes;
   }
 }
@@ -232,7 +233,10 @@ void Processor::async_copy(void* shared, const void* global, int bytes, int vali
   if (valid_bytes < 0 || valid_bytes > bytes) fail(issued, "cp.async: %d valid bytes of %d", valid_bytes, bytes);
   const auto target = reinterpret_cast<std::uintptr_t>(shared), source = reinterpret_cast<std::uintptr_t>(global);
   if (target % bytes || source % bytes) fail_at(place, "misaligned cp.async of %d bytes", bytes);
-  if (valid_bytes) check_global(source, static_cast<std::size_t>(valid_bytes), false, place);
+  if (valid_bytes) {
+    check_global(source, static_cast<std::size_t>(valid_bytes), false, place);
+    global_access(source, static_cast<std::size_t>(valid_bytes), false, place);
+  }
   const std::uintptr_t dynamic_begin = dynamic_begin_ + self_->cta * dynamic_stride_;
   std::size_t offset;
   if (target - static_begin_ < static_bytes_ && target + bytes <= static_begin_ + static_bytes_) {

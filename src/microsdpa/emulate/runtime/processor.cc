@@ -106,6 +106,7 @@ void Processor::run_cluster(std::int64_t cluster) {
                     static_cast<unsigned>(block / grid_x / grid_y)};
     thread.known.reset(agents_);
     thread.known.clock[id] = 1;
+    thread.acquired.reset();
     thread.groups.clear();
     thread.open_group.clear();
     thread.store_groups.clear();

@@ -14,6 +14,7 @@
 
 #include "../include/emulator.h"
 #include "fiber.h"
+#include "global_shadow.h"
 #include "launch.h"
 #include "shadow.h"
 
@@ -100,6 +101,7 @@ struct Thread {
   std::size_t waits_on = NOWHERE;  // an mbarrier
   bool finished = false;
   Knowledge known;
+  std::shared_ptr<const Heard> acquired;  // what its atomic operations found of other clusters, for its next fence
   std::vector<std::vector<std::uint32_t>> groups;  // committed cp.async groups, oldest first
   std::vector<std::uint32_t> open_group;
   std::vector<std::vector<BulkStore>> store_groups;
@@ -178,6 +180,8 @@ struct Job {
   std::mutex mutex;
   Outcome& outcome;
   std::mutex reductions;  // to global memory, one after the other
+  GlobalShadow global{launch};
+  Rendezvous rendezvous{};
 };
 
 class Processor {
@@ -213,6 +217,10 @@ class Processor {
   std::byte* dynamic_shared() { return dynamic_shared(self_->cta); }
   std::uint32_t shared_address(const void* shared, Place place);
   void finish_memory();
+
+  // Global memory that several clusters use (global.cc).
+  std::uint32_t atomic_add(std::uint32_t* number, std::uint32_t value, std::uint64_t place);
+  void thread_fence();
 
   // Synchronisation (barriers.cc).
   void block_barrier(Place place);
@@ -292,6 +300,8 @@ class Processor {
   void shared_access(std::size_t offset, std::size_t bytes, bool write, std::uint64_t place);
   std::string shared_fault(std::size_t offset, std::size_t bytes, bool write);
   void check_global(std::uintptr_t address, std::size_t bytes, bool write, std::uint64_t place);
+  void global_access(std::uintptr_t address, std::size_t bytes, bool write, std::uint64_t place);
+  std::shared_ptr<const Heard> for_others(const VectorClock& clock, const std::shared_ptr<const Heard>& heard) const;
   std::string global_fault(std::uintptr_t address, std::size_t bytes, bool write);
   void deliver(const AsyncCopy& copy);
   void log_bank(std::size_t offset, std::size_t bytes, bool write, std::uint64_t place);

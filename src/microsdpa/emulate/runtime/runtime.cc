@@ -151,11 +151,10 @@ EXPORTED void wgmma_wait(int pending_groups, Place place) {
 
 EXPORTED std::uint32_t atomic_add(std::uint32_t* global, std::uint32_t value, Place) {
   Processor& processor = *Processor::current();
-  processor.access(global, sizeof(value), true, true, processor.place_of(__builtin_frame_address(0)));
-  return __atomic_fetch_add(global, value, __ATOMIC_SEQ_CST);
+  return processor.atomic_add(global, value, processor.place_of(__builtin_frame_address(0)));
 }
 
-EXPORTED void thread_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+EXPORTED void thread_fence() { Processor::current()->thread_fence(); }
 
 EXPORTED void count_shuffle() { ++Processor::current()->counters.warp_shuffles; }
 

@@ -8,6 +8,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
 #include <vector>
 
 namespace microsdpa::emulator {
@@ -23,28 +26,77 @@ inline std::uint32_t clock_of(Epoch epoch) { return epoch >> THREAD_BITS; }
 
 using VectorClock = std::vector<std::uint32_t>;
 
+// What is known of the threads of other clusters, which have no place in a vector clock.
+using Heard = std::map<std::int64_t, std::shared_ptr<const VectorClock>>;
+
+// One loop for one pair of clocks, which the compiler makes vectors of.
+inline void raise(VectorClock& mine, const VectorClock& other) {
+  for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], other[i]);
+}
+
+// Whether `known` has all that `other` has.
+inline bool has_all(const Heard& known, const Heard& other) {
+  return std::all_of(other.begin(), other.end(), [&](const auto& entry) {
+    const auto found = known.find(entry.first);
+    if (found == known.end()) return false;
+    const VectorClock &mine = *found->second, &theirs = *entry.second;
+    return &mine == &theirs || std::equal(theirs.begin(), theirs.end(), mine.begin(), std::less_equal<>());
+  });
+}
+
+// Both together; one of them where it has all that the other one has, so that later comparisons end at once.
+inline std::shared_ptr<const Heard> together(const std::shared_ptr<const Heard>& a,
+                                             const std::shared_ptr<const Heard>& b) {
+  if (!b || a == b) return a;
+  if (!a || has_all(*b, *a)) return b;
+  if (has_all(*a, *b)) return a;
+  auto both = std::make_shared<Heard>(*a);
+  for (const auto& [cluster, clock] : *b) {
+    std::shared_ptr<const VectorClock>& mine = (*both)[cluster];
+    if (!mine) {
+      mine = clock;
+    } else if (mine != clock) {
+      auto raised = std::make_shared<VectorClock>(*mine);
+      raise(*raised, *clock);
+      mine = std::move(raised);
+    }
+  }
+  return both;
+}
+
 // What a thread knows: the latest clock of every thread that happened before its present, and how much of that has
-// passed a proxy fence on its way here, so that asynchronous units see it as well.
+// passed a proxy fence on its way here, so that asynchronous units see it as well. The same of other clusters, and how
+// much of both has passed a __threadfence(), so that a thread of another cluster sees it that finds a later atomic
+// operation: a fence may lie ahead of a barrier, and the operation behind it (PTX ISA, "Fence-SC order").
 struct Knowledge {
-  VectorClock clock, fenced;
+  VectorClock clock, fenced, released;  // `released` is empty until there is a fence
+  std::shared_ptr<const Heard> heard, released_of_others;
 
   void reset(int size) {
     clock.assign(size, 0);
     fenced.assign(size, 0);
+    released.clear();
+    heard.reset(), released_of_others.reset();
   }
   void learn(const Knowledge& other) {
     if (other.clock.empty()) return;
     raise(clock, other.clock);
     raise(fenced, other.fenced);
+    heard = together(heard, other.heard);
+    if (other.released.empty()) return;
+    released.resize(clock.size());
+    raise(released, other.released);
+    released_of_others = together(released_of_others, other.released_of_others);
+  }
+  void release() { released = clock, released_of_others = heard; }
+  // What is known of the threads of another cluster; null for nothing.
+  const VectorClock* of_cluster(std::int64_t cluster) const {
+    if (!heard) return nullptr;
+    const auto found = heard->find(cluster);
+    return found == heard->end() ? nullptr : found->second.get();
   }
   bool knows(Epoch epoch) const { return epoch == 0 || clock_of(epoch) <= clock[thread_of(epoch)]; }
   bool fenced_off(Epoch epoch) const { return clock_of(epoch) <= fenced[thread_of(epoch)]; }
-
- private:
-  // One loop for one pair of clocks, which the compiler makes vectors of.
-  static void raise(VectorClock& mine, const VectorClock& other) {
-    for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], other[i]);
-  }
 };
 
 struct Conflict {

@@ -422,15 +422,12 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, RESIDENT)
     // Whether this CTA is the last one of `count` that come here. A counter has two halves: the upper one counts those
     // that have combined parts of others.
     const auto arrives_last = [&](int counter, int count, bool combined) {
-      // mutation: the emulator does not look for races in global memory between CTAs
       __syncthreads();
       if (threadIdx.x == 0) {  // its fences order what the others wrote before the barrier, and read after the next
         const int shift = combined ? 16 : 0;
         uint32& arrivals = params.arrivals[counter];
-        // mutation: the emulator does not model that a thread's own accesses change places
         __threadfence();
         const uint32 before = atomicAdd(&arrivals, 1u << shift) >> shift & 0xffffu;
-        // mutation: the emulator does not model that a thread's own accesses change places
         __threadfence();
         shared.is_last = before == static_cast<uint32>(count - 1);
         if (shared.is_last) atomicAdd(&arrivals, ~(static_cast<uint32>(count) << shift) + 1u);  // for the next launch

@@ -245,7 +245,6 @@ struct Consumer
       own[i * WARPGROUP_THREADS] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
     }
     own[C::HEAD_DIM / 8 * WARPGROUP_THREADS] = make_float4(stabilizer[0], sum[0], stabilizer[1], sum[1]);
-    // mutation: the emulator does not model that a thread's own accesses change places
     __threadfence();
   }
 
@@ -257,7 +256,6 @@ struct Consumer
       uint32& arrivals = params.arrivals[owner * C::CONSUMERS + warpgroup];
       const int shift = added ? 16 : 0;
       const bool is_last = (atomicAdd(&arrivals, 1u << shift) >> shift & 0xffffu) == static_cast<uint32>(count - 1);
-      // mutation: the emulator does not model that a thread's own accesses change places
       __threadfence();
       if (is_last) atomicAdd(&arrivals, ~(static_cast<uint32>(count) << shift) + 1u);  // for the next launch
       shared.is_last[warpgroup] = is_last;
