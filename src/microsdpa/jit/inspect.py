@@ -133,7 +133,7 @@ def find_nvdisasm() -> str | None:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The SASS of a cubin.
+    """The SASS of a cubin, without what an analysis of its data flow would add, which takes a quarter of the time.
 
     Raises:
         CompileError: nvdisasm is missing or refuses the cubin.
@@ -146,7 +146,7 @@ def disassemble(cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"
         path.write_bytes(cubin)
-        run = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=False)
+        run = subprocess.run([tool, "-c", "-ndf", str(path)], capture_output=True, text=True, check=False)
     if run.returncode != 0:
         raise CompileError("nvdisasm refused the cubin", log=run.stderr, source=None)
     return run.stdout
