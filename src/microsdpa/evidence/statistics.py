@@ -71,6 +71,12 @@ def median(samples: Sequence[float]) -> Interval:
     Raises:
         ValueError: there are no samples, or one is no positive finite number.
     """
+    return _median_of(tuple(samples))
+
+
+@functools.lru_cache(maxsize=4096)
+def _median_of(samples: tuple[float, ...]) -> Interval:
+    """Once for each samples: a table compares those of one kernel with those of many others."""
     low, high = _percentiles(_resampled_medians(samples, 0))
     return Interval(float(_median(_check(samples))), low, high)
 
