@@ -221,19 +221,30 @@ def test_the_environment_overrides_the_place(tmp_path: Path, monkeypatch: pytest
 
 
 def test_concurrent_processes_compile_once(tmp_path: Path) -> None:
-    """Eight processes want one kernel at the same time; one compiles it, the others find it."""
+    """Eight processes want one kernel at the same time; one compiles it, the others find it.
+
+    They are forked from one that has imported what they need, which takes two seconds of a processor.
+    """
     code = textwrap.dedent("""
-        import sys
+        import os, sys
         from pathlib import Path
         from microsdpa.jit import compile_kernel
         from microsdpa.kernels import catalogue
-        kernel = compile_kernel(catalogue("sm_89")[0], "sm_89", Path(sys.argv[1]))
-        print(kernel.cached, kernel.signature, len(kernel.cubin))
+        spec, (gate, start) = catalogue("sm_89")[0], os.pipe()
+        for _ in range(8):
+            if os.fork() == 0:
+                os.close(start)
+                os.read(gate, 1)  # until the parent has all of them
+                kernel = compile_kernel(spec, "sm_89", Path(sys.argv[1]))
+                os.write(1, f"{kernel.cached} {kernel.signature} {len(kernel.cubin)}\\n".encode())
+                os._exit(0)
+        os.close(start)
+        sys.exit(any([os.wait()[1] for _ in range(8)]))
     """)
     command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-    lines = [process.communicate(timeout=240)[0].split() for process in processes]
-    assert all(process.returncode == 0 for process in processes)
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=240)
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert len(lines) == 8
     assert sorted(line[0] for line in lines) == ["False", *["True"] * 7]
     assert len({tuple(line[1:]) for line in lines}) == 1
 
