@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import check_in_every_order
@@ -26,13 +28,19 @@ CASES = [
 ]
 
 
+MOST_BATCHES = 9
+"""What the chosen kernel is run for: each batch has tiles of its own, and fewer than an H200 has SMs in all."""
+MOST_KEYS = 3001
+"""Six tiles for each of the 16 CTAs that share them, which is twice what they hold at a time."""
+
+
 @pytest.mark.parametrize(("case", "kernel"), CASES, ids=str)
 def test_many_heads_of_a_key_head_are_right(case: Case, kernel: str) -> None:
-    problem = case.problem("sm_90a")
-    spec = chosen(problem)
+    spec = chosen(case.problem("sm_90a"))
     assert spec is not None
     assert (spec.name, spec.heads_as_queries) == (kernel, True)
-    check_in_every_order(spec, problem, case)
+    run = replace(case, batch=min(case.batch, MOST_BATCHES), seqlen_k=min(case.seqlen_k, MOST_KEYS))
+    check_in_every_order(spec, run.problem("sm_90a"), run)
 
 
 def test_a_value_of_other_columns() -> None:
