@@ -18,7 +18,7 @@ from microsdpa.kernels.quantize.spec import SCHEMES
 PAGE = Path(__file__).parents[2] / "docs/support.md"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _anew() -> Iterator[None]:
     yield
     support.matrix.cache_clear()
@@ -51,6 +51,7 @@ def test_every_feature_has_a_kernel_for_every_head_dimension() -> None:
         assert {cell for column, cell in enumerate(line) if column > 1 and column != hopper} == {"no"}
 
 
+@pytest.mark.usefixtures("_anew")
 def test_a_kernel_that_goes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = support.markdown()
     gone = tuple(
