@@ -185,12 +185,14 @@ def check_in_every_order(spec: KernelSpec, problem: Problem, case: Case, *, conf
         report = attention(
             *(spec, problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
-            count_banks=True,
+            count_banks=not conflicts,
             masks=masks_of(case),
         )
         assert conflicts or report.bank_conflicts == 0
         outs.append((out, lse))
     assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
+    if case.causal == "upper_left" and not masks:  # no query sees keys behind these
+        key, value = key[:, :, : case.seqlen_q], value[:, :, : case.seqlen_q]
     expected = reference.oracle(query, key, value, causal=case.causal, scale=case.scale, **masks)
     eager = reference.eager(query, key, value, causal=case.causal, scale=case.scale, **masks)
     for got, exact, plain in zip(outs[0], expected, eager, strict=True):
