@@ -82,10 +82,8 @@ def assertions(structs: Structs) -> str:
 
 
 def compile_text(text: str) -> None:
-    command = [build.compiler(), *build._kernel_flags(), *build._include_flags(), "-include", "device.h"]
-    run = subprocess.run(
-        [*command, "-fsyntax-only", "-x", "c++", "-"], input=text, capture_output=True, text=True, check=False
-    )
+    command = [*build.kernel_command(), "-fsyntax-only", "-x", "c++", "-"]
+    run = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if run.returncode:
         raise CompileError("refused", log=run.stderr, source=None)
 

@@ -327,14 +327,19 @@ def runtime() -> ctypes.CDLL:
         return _runtime()
 
 
-def _compile_kernel(name: str, text: str, directory: Path) -> Path:
-    source, unit, library = (directory / file for file in ("kernel.cc", "kernel.o", "kernel.so"))
-    source.write_text(text, encoding="utf-8")
+def kernel_command() -> list[str]:
+    """The compiler with the flags that a kernel's source is compiled with, and the headers of CUDA ahead of it."""
     with _lock:
         precompiled = _precompiled()
     first = () if precompiled is None else (f"-I{precompiled}",)
-    command = [compiler(), *_kernel_flags(), *first, *_include_flags(), "-include", "device.h", "-include", "hooks.h"]
-    _run([*command, "-c", str(source), "-o", str(unit)], f"{name} for the emulator", text)
+    return [compiler(), *_kernel_flags(), *first, *_include_flags(), "-include", "device.h"]
+
+
+def _compile_kernel(name: str, text: str, directory: Path) -> Path:
+    source, unit, library = (directory / file for file in ("kernel.cc", "kernel.o", "kernel.so"))
+    source.write_text(text, encoding="utf-8")
+    command = [*kernel_command(), "-include", "hooks.h", "-c", str(source), "-o", str(unit)]
+    _run(command, f"{name} for the emulator", text)
     _run([compiler(), "-shared", str(unit), "-o", str(library)], f"{name} for the emulator", text)
     return library
 
