@@ -327,6 +327,18 @@ def runtime() -> ctypes.CDLL:
         return _runtime()
 
 
+def lend(directory: Path) -> None:
+    """Copy what every kernel needs, the runtime and the headers that g++ has read, to another cache."""
+    runtime()
+    kernel_command()
+    for entry in cache.stored(cache.default_directory()):
+        if entry.kind != KIND:
+            continue
+        described = json.loads((entry.path / "metadata.json").read_text(encoding="utf-8"))
+        if described.get("kernel") in ("runtime", "device.h"):
+            shutil.copytree(entry.path, directory / entry.path.relative_to(cache.default_directory()))
+
+
 def kernel_command() -> list[str]:
     """The compiler with the flags that a kernel's source is compiled with, and the headers of CUDA ahead of it."""
     with _lock:

@@ -324,6 +324,7 @@ def outcomes(
     log = Log(path, kernel)
     with tempfile.TemporaryDirectory() as cache:
         if any(log.find(name) is None for name in chosen.values()):
+            build.lend(Path(cache))
             verdict, said = _outcome(kernel, None, cache)
             if verdict != SURVIVED:  # every case was run, and nothing said
                 raise InvalidArgument(
