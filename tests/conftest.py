@@ -13,14 +13,17 @@ import torch
 from microsdpa.runtime import launcher
 from tiers import is_quick
 
+KEPT = os.environ.get("MICROSDPA_TESTS_CACHE_DIR", "")
+"""A cache that later runs find what they compile in, by its sources, flags and compiler; none where it is empty."""
+
 # One cache for the whole run, its workers and subprocesses, and never the user's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["MICROSDPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="microsdpa-tests-")
+    os.environ["MICROSDPA_CACHE_DIR"] = KEPT or tempfile.mkdtemp(prefix="microsdpa-tests-")
 
 
 def pytest_unconfigure() -> None:
-    """Removes the cache, once all workers have ended."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    """Removes the cache of this run alone, once all workers have ended."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and not KEPT:
         shutil.rmtree(os.environ["MICROSDPA_CACHE_DIR"], ignore_errors=True)
 
 
