@@ -2,12 +2,14 @@
 // synchronised with them: in its own cluster as in shared memory, with other clusters by counters or by turns.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstdint>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "launch.h"
@@ -81,22 +83,33 @@ class GlobalShadow {
   struct Cell {
     std::uint64_t access, place;
   };
-  struct Free {
-    void operator()(Cell* cells) const { std::free(cells); }
+  // Cells of pages that nobody touches take no memory: tensors of large strides are mostly such pages.
+  class Cells {
+   public:
+    explicit Cells(std::size_t count) : bytes_(count * sizeof(Cell)) {
+      void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (mapped == MAP_FAILED) throw std::bad_alloc();
+      cells_ = static_cast<Cell*>(mapped);
+    }
+    Cells(Cells&& other) noexcept : bytes_(other.bytes_), cells_(std::exchange(other.cells_, nullptr)) {}
+    Cells& operator=(Cells&&) = delete;
+    ~Cells() {
+      if (cells_) munmap(cells_, bytes_);
+    }
+    Cell& operator[](std::size_t i) { return cells_[i]; }
+
+   private:
+    std::size_t bytes_;
+    Cell* cells_;
   };
-  using Cells = std::unique_ptr<Cell[], Free>;
 
   struct Range {
     std::uintptr_t begin;
     std::size_t bytes;
-    Cells writes, reads;  // pages that nobody touches take no memory
+    Cells writes{granules()}, reads{granules()};
 
-    explicit Range(const Buffer& buffer) : begin(buffer.address), bytes(buffer.bytes) {
-      const std::size_t granules = (bytes + GRANULE - 1) / GRANULE;
-      writes.reset(static_cast<Cell*>(std::calloc(granules, sizeof(Cell))));
-      reads.reset(static_cast<Cell*>(std::calloc(granules, sizeof(Cell))));
-      if (!writes || !reads) throw std::bad_alloc();
-    }
+    explicit Range(const Buffer& buffer) : begin(buffer.address), bytes(buffer.bytes) {}
+    std::size_t granules() const { return (bytes + GRANULE - 1) / GRANULE; }
   };
 
   std::vector<Range> ranges_;
