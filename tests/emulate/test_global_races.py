@@ -36,7 +36,6 @@ COUNTED = """  p.out[64 * blockIdx.x + threadIdx.x] = p.in[threadIdx.x];
 """
 BY_ONE_FENCE = {
     "OWN_FENCE": "",
-    "BARRIER;": "",
     "BARRIER": "__syncthreads();",
     "FENCE": "__threadfence();",
     "COUNT": "atomicAdd(counter, 1u)",

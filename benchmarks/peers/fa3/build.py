@@ -30,7 +30,7 @@ LEFT_OUT = (
 FLAGS = (
     *("-O3", "-std=c++17", "-Xcompiler=-fPIC", "--use_fast_math", "--expt-relaxed-constexpr", "--expt-extended-lambda"),
     *("-gencode=arch=compute_90a,code=sm_90a", "-DNDEBUG", "-DCUTLASS_ENABLE_GDC_FOR_SM90"),
-    "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",  # else a tile of 176 or 80 keys is computed with narrow instructions
+    "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",  # else tiles of 80, 160, 176 or 224 keys take narrow instructions
     *(f"-DFLASHATTENTION_DISABLE_{name}" for name in LEFT_OUT),
 )
 
