@@ -126,7 +126,12 @@ def test_the_kernel_that_runs_is_skipped_by_no_rule_and_those_before_it_have_a_r
         )
         selection = select(problem)
         tried = [family.name for family in policy.candidates(problem, "auto")]
-        assert [name for name, _ in selection.reasons] == tried[: tried.index(selection.spec.name)]
+        packed = policy.packs_heads(problem)
+        before = tried if packed else tried[: tried.index(selection.spec.name)]
+        assert [name for name, _ in selection.reasons] == before
+        assert packed == (selection.spec.name == "hopper/varlen")
+        if packed:
+            continue
         family = family_named(selection.spec.name)
         assert family is not None
         assert policy.skip_reason(family, problem) is None
@@ -265,6 +270,39 @@ def test_small_problems_are_never_too_large() -> None:
         x, y, z = spec.work(problem)
         assert x * specs.MOST_PARTS // spec.split < specs.MAX_GRID_X
         assert max(y, z) <= specs.MAX_GRID_YZ
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "expected"),
+    [
+        ((16, 32, 8, 32, 2048, 128), {}, True),  # 43.3 us on an H200, and 95.5 with a tile for each head
+        ((24, 64, 8, 12, 8192, 96), {"causal": "lower_right"}, True),  # 172 and 859
+        ((64, 14, 2, 50, 968, 64), {}, True),  # 42.3 and 65.6
+        ((48, 16, 1, 150, 512, 128), {"causal": "lower_right", "mask": MaskKind(sinks="float16")}, True),  # 68 and 88
+        ((16, 12, 4, 16, 1500, 128), {"causal": "lower_right"}, True),  # 20.3 and 25.4: clusters
+        ((2, 8, 1, 17, 256, 64), {}, False),  # 10.3 and 2.7
+        ((64, 8, 1, 80, 256, 256), {}, False),  # 68.9 and 35.8
+        ((24, 16, 1, 256, 700, 256), {}, False),
+        ((16, 8, 8, 32, 2048, 128), {}, False),  # every head has keys of its own
+        ((16, 32, 8, 1, 2048, 128), {}, False),
+        ((16, 32, 8, 32, 2048, 128), {"causal": "upper_left"}, False),
+        ((16, 32, 8, 32, 2048, 128), {"causal": "lower_right", "mask": MaskKind(left=True)}, False),
+        ((16, 32, 8, 32, 2048, 128), {"mask": MASK}, False),
+        ((16, 32, 8, 32, 2048, 128), {"dropout": True}, False),
+        ((16, 32, 8, 32, 2048, 128), {"alignment": 2}, False),
+        ((16, 32, 8, 32, 2048, 128), {"bulk": False}, False),
+        ((16, 32, 8, 32, 2048, 128), {"target": "sm_89"}, False),
+    ],
+)
+def test_heads_that_share_keys_share_tiles_where_that_is_faster(
+    sizes: tuple[int, int, int, int, int, int], change: dict[str, object], expected: bool
+) -> None:
+    problem = replace(Problem(*sizes, "bfloat16", target="sm_90a"), **change)  # type: ignore[arg-type]
+    found = chosen(problem)
+    assert found is not None
+    assert found is chosen(replace(problem))
+    assert found == select(problem).spec
+    assert (found.name == "hopper/varlen") == policy.packs_heads(problem) == expected
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def kernel(
 
     `maps` are (operand, rows, columns, swizzle) of each of its tensor maps, which describe the operands themselves.
     """
-    rest = {"threads": 128, "shared_bytes": 4096, "cluster": 1, "programmatic": 0, "heads_as_queries": 0} | fields
+    flags = {"programmatic": 0, "heads_as_queries": 0, "sequence_rows": 0}
+    rest = {"threads": 128, "shared_bytes": 4096, "cluster": 1} | flags | fields
     boxes = [maps[i : i + 4] for i in range(0, len(maps), 4)]
     own = [0, 0, 0, 0]  # only_with_lse; bytes of a parameter, addresses and numbers of its own
     return [function, *grid, *rest.values(), *own, len(boxes), *(n for box in boxes for n in (*box, *[0] * 10))]

@@ -78,7 +78,7 @@ def test_the_gradients_find_seed_and_offset() -> None:
     pointers = [number for name in names for number in (PLACES[name], OPERANDS.index(name), 0)]
     size = ctypes.sizeof(DroppedBackwardParams)
     places = _KEPT, launcher.KEPT, _KEPT_SCALE, launcher.KEPT_SCALE
-    one = [*kernel()[:9], 0, size, len(names), *pointers, 2, *places, 0]
+    one = [*kernel()[:10], 0, size, len(names), *pointers, 2, *places, 0]
     library.register_gradients(
         packed(PRIMARY, 64, 1, 0, *(0, 0, 0, 1, 0, 0, 0), *UNCHANGED, 1, *one), bytes(size), *arguments
     )

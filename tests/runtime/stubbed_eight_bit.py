@@ -474,7 +474,9 @@ def test_a_failed_launch_is_told(checks: list[Any]) -> None:
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(size: int, own: tuple[int, ...], words: str) -> None:
-    numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, *UNCHANGED, 1, 0x3000, 1, 1, 1, 128, 0, 1, 0, 0, 0, *own, 0)
+    numbers = packed(
+        PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, *UNCHANGED, 1, 0x3000, 1, 1, 1, 128, 0, 1, 0, 0, 0, 0, *own, 0
+    )
     with pytest.raises(ValueError, match=words):
         library.register_plan(numbers, bytes(size), *tensors(), output(), None, 5, None)
 

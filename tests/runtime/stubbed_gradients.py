@@ -48,7 +48,7 @@ def register(arguments: list[Any], workspace_bytes: int = 64) -> None:
     pointers = [number for name in NAMES for number in (PLACES[name], OPERANDS.index(name), 0)]
     numbers = (BackwardParams.forward.offset + _SCALE, launcher.SCALE_LOG2)
     own = [0, ctypes.sizeof(BackwardParams), len(NAMES), *pointers, 1, *numbers, 0]
-    kernel = [0x3000, 7, 1, 1, 128, 4096, 1, 0, 0, *own]
+    kernel = [0x3000, 7, 1, 1, 128, 4096, 1, 0, 0, 0, *own]
     integers = packed(PRIMARY, workspace_bytes, 1, 0, *(0, 0, 0, 1, 0, 0, 0), *UNCHANGED, 1, *kernel)
     library.register_gradients(integers, bytes(ctypes.sizeof(BackwardParams)), *arguments)
 

@@ -306,7 +306,7 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
     ("kernels", "words"),
     [
         ([[1, 2]], "expected more than 17 integers"),
-        ([kernel(maps=(0, 64, 64, 128))[:-1]], "expected more than 42 integers"),
+        ([kernel(maps=(0, 64, 64, 128))[:-1]], "expected more than 43 integers"),
         ([[*kernel(), *(1, 9, 0), *(2, 1, 1, 64, 0, 0), 0]], "expected no more after 1 kernels"),
         ([[*kernel(), *(1, 9, 0), *(2, 1, 1, 64, 0)]], "expected more than"),
         ([[*kernel(), *(1, 9, 0), *(2, 1, 0, 64, 0, 0)]], "expected rows of a tile"),
@@ -343,7 +343,7 @@ def test_a_plan_of_tensors_that_cannot_launch_is_refused() -> None:
 
 def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
     params = bytes(range(1, 201)) + bytes(200)
-    integers = packed(PRIMARY, *kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000)[:9], 0)
+    integers = packed(PRIMARY, *kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000)[:10], 0)
     library.launch_one(0xABC, integers, params)
     found = last()
     assert found.stream == 0xABC
@@ -353,7 +353,7 @@ def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
     assert list(found.cluster) == [2, 1, 1]
     given = bytes(found.params)
     assert given == params[: len(given)]
-    with pytest.raises(ValueError, match="expected more than 10 integers"):
+    with pytest.raises(ValueError, match="expected more than 11 integers"):
         library.launch_one(0, integers[:-8], params)
     set_integer("stub_error", LAUNCH_FAILED)
     with pytest.raises(RuntimeError, match="the stub was told to fail"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +14,12 @@ from stub_harness import PRIMARY, _clean, library
 
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import OPTIONS
+from microsdpa.emulate.abi import VarlenParams
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.ranges import SizeRange, range_of
 from microsdpa.kernels.select import chosen
+from microsdpa.kernels.spec import VARLEN_PARAMS
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean"]
@@ -97,6 +100,8 @@ def launched(call: list[Any], spec: KernelSpec) -> list[bytes]:
     found = [Launch.from_buffer_copy(record.history[i % len(record.history)]) for i in range(before, record.launches)]
     for launch in found:
         launch.params.workspace = 1 if launch.params.workspace else 0
+        if spec.params == VARLEN_PARAMS:  # every captured launch has counters of its own
+            ctypes.memset(ctypes.byref(launch.params, VarlenParams.arrivals.offset), 0, 8)
     return [*map(bytes, found), integer("stub_last_bytes").to_bytes(8, "little", signed=True)]
 
 

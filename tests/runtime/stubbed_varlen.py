@@ -168,7 +168,7 @@ def register(given: Given, function: int = FUNCTION) -> None:
     """Register the plan that Python makes for a call, with a function in place of its kernels'."""
     expected = given.expected()
     spec = expected[-1].spec
-    kernels = [(function, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 0, 8, 0, 0, 0) for one in expected]
+    kernels = [(function, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 0, 0, 8, 0, 0, 0) for one in expected]
     boxes = launcher.boxes_of(spec)
     launch = spec.block_m, spec.max_ctas, varlen_kernel(spec).workspace_bytes(spec), spec.cluster, *boxes
     numbers = packed(PRIMARY, 0, 1, 0, *launch, *UNCHANGED, len(kernels), *(n for one in kernels for n in one))

@@ -7,6 +7,10 @@ import ctypes
 MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 24, 16, 128, 4096
 
 
+ARRIVALS = 1024
+"""Counters of a launch, as in runtime/arrivals.h."""
+
+
 class VarlenParams(ctypes.Structure):
     """VarlenParams of kernels/common/varlen_params.cuh."""
 

@@ -23,9 +23,6 @@ from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.runtime import launcher
 
-COUNTERS = 1024
-"""Of a launch, as in runtime/arrivals.h."""
-
 
 def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     """The launcher's arguments for a call."""
@@ -198,7 +195,7 @@ def emulate(
     root: Path | None = None,
 ) -> None:
     """Run the kernel of a call in the emulator; `root` is the tree that its source is taken from, if it is another."""
-    from microsdpa.emulate import run
+    from microsdpa.emulate import abi, run
 
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
     assert sequences is not None
@@ -241,7 +238,7 @@ def emulate(
     grid = varlen_kernel(spec).grid_of(spec, problem, sequences.queries(query))
     # All bits set are NaN in every type: what is read before it is written shows in the output.
     workspace = torch.full((varlen_kernel(spec).workspace_bytes(spec),), 0xFF, dtype=torch.uint8, device="cpu")
-    arrivals = torch.zeros(COUNTERS, dtype=torch.int32, device="cpu")
+    arrivals = torch.zeros(abi.ARRIVALS, dtype=torch.int32, device="cpu")
     outputs |= {"workspace": workspace, "arrivals": arrivals}
     run.one_kernel(
         spec, grid, lambda addresses: parameters(checked, problem, spec, addresses), inputs, outputs, root=root

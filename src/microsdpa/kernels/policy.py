@@ -20,7 +20,8 @@ from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_throughput_8bit
-from microsdpa.kernels.problem import VECTOR_BYTES, Operands, Problem, capability_of
+from microsdpa.kernels.hopper.varlen import spec as hopper_varlen
+from microsdpa.kernels.problem import ELEMENT, VECTOR_BYTES, Operands, Problem, capability_of
 from microsdpa.kernels.registry import Family, family_named
 from microsdpa.kernels.spec import MAX_GRID_YZ, Rejection
 
@@ -56,6 +57,14 @@ ROWS_OF_MMA = 16
 SMS_OF_SEPARATE_HEADS, KEYS_OF_SEPARATE_HEADS = 0.45, 20e6
 """What tiles of 16 heads that share a key head have at most where they are the fastest, as measured on an H100: a part
 of the SMs, and elements of K, each tile's counted."""
+FEWEST_KEYS_OF_QUERY = 2
+"""Keys for each query from which on a causal mask hides little."""
+WORTH_PACKING = 0.9
+"""Part of other kernels' clocks up to which hopper/varlen is taken: the clocks are estimates."""
+HALF_EMPTY = 0.75
+"""Clocks of hopper/throughput's tiles above D = 128 whose second warpgroup has no queries, in those of full ones."""
+START_OF_MMA, COPIED_OF_CLOCK = 7000, 2700
+"""Clocks of a launch of ampere/mma, and bytes of keys that the tiles of all SMs get from L2 in a clock."""
 MOST_ROUNDS_OF_LATENCY = 8
 """Tiles of hopper/latency an SM, up to which it is faster than finding the tiles that a mask shows."""
 EIGHT_BIT_TILE = 128
@@ -108,6 +117,53 @@ def takes_heads_as_queries(problem: Problem) -> bool:
     tiles = problem.batch * problem.heads_kv * -(-(problem.heads // problem.heads_kv) // ROWS_OF_MMA)
     busy = tiles > SMS_OF_SEPARATE_HEADS * chip_of(problem.target).sms
     return busy or tiles * problem.seqlen_k * problem.head_dim > KEYS_OF_SEPARATE_HEADS
+
+
+def packs_heads(problem: Problem) -> bool:
+    """Whether hopper/varlen, whose tiles have the rows of all query heads of a key head, is expected to be faster."""
+    if problem.heads == problem.heads_kv or problem.seqlen_q == 1 or capability_of(problem.target) != (9, 0):
+        return False
+    further = problem.prologue is not None or problem.dropout or problem.continued or problem.value_dim > 0
+    if further or problem.operands is not None or problem.varlen is not None or not problem.bulk:
+        return False
+    if problem.causal is not None and problem.seqlen_k < FEWEST_KEYS_OF_QUERY * problem.seqlen_q:
+        return False
+    if problem.mask is not None and (problem.mask.left or problem.mask.right):
+        return False  # a window leaves keys that are too few for what its tiles take at least, or enough
+    found = hopper_varlen.for_one_length(problem)
+    if isinstance(found, Rejection) or _is_for_general(problem):
+        return False
+    return hopper_varlen.clocks(problem, found) < WORTH_PACKING * _clocks_of_heads(problem)
+
+
+def other_than_packed(_: Problem) -> Rejection:
+    """Why the kernels of `candidates` are not taken where packs_heads() is true."""
+    return Rejection(
+        "its tiles have the queries of one head: hopper/varlen, with those of all heads of a key head, is faster",
+        "fewer heads of a key head, fewer keys or more queries",
+    )
+
+
+def _clocks_of_heads(problem: Problem) -> float:
+    """Clocks of the kernel that is the fastest of those with tiles of one head each, or few of it."""
+    wide = problem.head_dim > WIDEST_NARROW
+    if not wide and _is_for_split(problem):
+        return hopper_split.clocks(problem)
+    if problem.head_dim in hopper_throughput.HEAD_DIMS and _is_for_throughput(problem):
+        clocks = hopper_throughput.least_clocks(problem)
+        return HALF_EMPTY * clocks if wide and problem.seqlen_q <= TILE else clocks
+    if wide or _decodes(problem):
+        return _clocks_of_mma(problem)
+    return hopper_latency.several_tiles_clocks(problem, _rounds(problem))
+
+
+def _clocks_of_mma(problem: Problem) -> float:
+    """Clocks of ampere/mma, whose tiles have 16 rows and read all keys."""
+    heads = problem.batch * problem.heads_kv
+    tiles = heads * -(-problem.seqlen_q * (problem.heads // problem.heads_kv) // ROWS_OF_MMA)
+    row = problem.seqlen_k * problem.head_dim * 2 * ELEMENT
+    read, copied = heads * row / hopper_varlen.BYTES_OF_CLOCK, tiles * row / COPIED_OF_CLOCK
+    return START_OF_MMA + (read if read > copied else copied)
 
 
 def _is_for_split(problem: Problem) -> bool:

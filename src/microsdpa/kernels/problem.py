@@ -225,6 +225,14 @@ class Problem:
         return found
 
     @property
+    def as_sequences(self) -> Problem:
+        """The same problem as one of sequences whose lengths are all of one number, each with rows of its own."""
+        found, fields = object.__new__(Problem), self.__dict__.copy()
+        fields["varlen"] = 0
+        object.__setattr__(found, "__dict__", fields)
+        return found
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of both matrix products, halved when causal (the usual convention)."""
         columns = self.head_dim + (self.value_dim or self.head_dim)

@@ -13,6 +13,8 @@ Grid = tuple[int, int, int]
 
 EIGHT_BIT_PARAMS = "microsdpa::EightBitParams"
 """First parameter of the kernels with 8-bit operands."""
+VARLEN_PARAMS = "microsdpa::VarlenParams"
+"""That of kernels for sequences of many lengths."""
 SCALED_PARAMS = "microsdpa::hopper::latency::Scaled<microsdpa::AttentionParams>"
 SCALED_MASKED_PARAMS = "microsdpa::hopper::latency::Scaled<microsdpa::MaskedParams>"
 """Those of kernels for 16 bits with policies for 8-bit operands, without masks and with them."""
@@ -217,7 +219,8 @@ class KernelSpec:
         grid_order: how the launch numbers its CTAs: "x", all along x (parts, query tiles, heads, batch), "xyz",
             parts and heads along x, query tiles along y and batch along z, which spares the kernel its divisions, or
             "lists", one for each list of `tile_lists`, or "tiles", as many along x and the tiles of keys along y, or
-            "rows", the tiles of `changed_rows` along x and batch along z.
+            "rows", the tiles of `changed_rows` along x and batch along z, or "clusters", parts along x, key heads along
+            y and batch along z, or "resident", `max_ctas` whatever the sizes.
         pack: query heads of one key head whose rows are tiled together.
         heads_as_queries: the launcher gives the query heads of a key head to the kernel as the queries of one head, in
             calls of one query that sees all keys: Problem.heads_as_queries says what the kernel computes then.
@@ -227,6 +230,7 @@ class KernelSpec:
             (programmatic dependent launch). The kernel waits itself before it touches global memory, and at least one
             of its threads waits in every launch: the next kernel relies on this one to end after the one ahead of it.
         workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
+        workspace_fixed_bytes: scratch memory that no sizes decide about.
         tile_lists: scratch memory beside those rows'; the kernel that writes it has a CTA for each list.
         counts: in the place of scratch memory there are counters, which are zero between launches.
         changed_rows: scratch memory that this kernel writes Q and K to, ahead of all others of the call. They read them
@@ -247,13 +251,14 @@ class KernelSpec:
     low_occupancy: str = ""
     cluster: int = 1
     split: int = 1
-    grid_order: Literal["x", "xyz", "lists", "tiles", "rows"] = "x"
+    grid_order: Literal["x", "xyz", "lists", "tiles", "rows", "clusters", "resident"] = "x"
     pack: int = 1
     heads_as_queries: bool = False
     max_ctas: int = 0
     tensor_maps: tuple[TensorMap, ...] = ()
     programmatic: bool = False
     workspace_row_bytes: int = 0
+    workspace_fixed_bytes: int = 0
     tile_lists: TileLists | None = None
     counts: bool = False
     changed_rows: ChangedRows | None = None
@@ -284,6 +289,10 @@ class KernelSpec:
             problem = problem.heads_as_queries
         if self.changed_rows is not None:
             return self.changed_rows.tiles(problem), 1, problem.batch
+        if self.grid_order == "resident":
+            return self.max_ctas, 1, 1
+        if self.grid_order == "clusters":
+            return self.split, problem.heads // self.pack, problem.batch
         tiles = -(-problem.seqlen_q * self.pack // self.block_m)
         if self.grid_order in ("lists", "tiles") and self.tile_lists is not None:
             keys = self.tile_lists.block_n * self.tile_lists.MARKED if self.grid_order == "tiles" else problem.seqlen_k
@@ -295,7 +304,8 @@ class KernelSpec:
     def workspace_bytes(self, problem: Problem) -> int:
         """Scratch memory of one call, without `changed_rows`."""
         lists = self.tile_lists.bytes(problem) if self.tile_lists else 0
-        return self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q + lists
+        rows = self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q
+        return rows + self.workspace_fixed_bytes + lists
 
 
 @functools.lru_cache(maxsize=1024)

@@ -22,7 +22,7 @@ from microsdpa.kernels.params import Params
 from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.kernels.ranges import SizeRange
 from microsdpa.kernels.registry import varlen_kernel
-from microsdpa.kernels.spec import ChangedRows
+from microsdpa.kernels.spec import VARLEN_PARAMS, ChangedRows
 from microsdpa.runtime.direct import direct
 from microsdpa.runtime.ffi import tvm_ffi
 
@@ -371,7 +371,8 @@ def _packed(integers: list[int]) -> bytes:
 
 def _launch_integers(function: int, spec: KernelSpec, grid: Grid) -> list[int]:
     flags = int(spec.programmatic), int(spec.heads_as_queries)
-    return [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, *flags]
+    rows = spec.block_m if spec.params == VARLEN_PARAMS else 0
+    return [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, *flags, rows]
 
 
 _WHOLE = (0,) * 10
@@ -456,7 +457,7 @@ _loaded_specs: dict[tuple[int, int], _Loaded] = {}
 """By the id of a specification and a device."""
 
 _PAIR, _TRIPLE = struct.Struct("2q"), struct.Struct("3q")
-_FIXED, _ORDERS = 0, {"x": 1, "xyz": 2}
+_FIXED, _ORDERS = 0, {"x": 1, "xyz": 2, "clusters": 3}
 """Sizing::Order of plan.h: a grid that sizes do not decide about alone, and others by KernelSpec.grid_order."""
 
 
@@ -478,7 +479,8 @@ def _loaded_stages(spec: KernelSpec, target: str, device: int) -> _Loaded:
             # Whether only calls with an LSE launch it; bytes of a parameter, addresses and numbers of its own.
             own = [0, 0, len(counters), *chain.from_iterable(counters), 0]
             packed = _packed([*launch_rest, *own, *_map_integers(stage, (), places)])
-            has_scratch = stage.workspace_row_bytes > 0 or stage.tile_lists is not None
+            of_sizes = stage.workspace_row_bytes > 0 or stage.tile_lists is not None
+            has_scratch = of_sizes or stage.workspace_fixed_bytes > 0
             stages.append(_Stage(stage, _packed([function]), packed, has_scratch))
         sized = stages[0].spec.changed_rows is not None or any(stage.has_scratch for stage in stages)
         rest = None if sized else _behind_lengths(NO_CHANGED_ROWS, len(stages)) + stages[0].function

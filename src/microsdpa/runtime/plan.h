@@ -38,7 +38,8 @@ struct NumberPlace {
 // How the grid and the scratch memory of a kernel follow from a call's sizes, as work() and workspace_bytes() of
 // kernels/spec.py have it.
 struct Sizing {
-  enum Order { FIXED, ALONG_X, XYZ };  // of CTAs: a grid that the plan has, or CTAs along x, or along x, y and z
+  // Of CTAs: a grid that the plan has, CTAs along x, or along x, y and z, or parts, key heads and batch entries.
+  enum Order { FIXED, ALONG_X, XYZ, CLUSTERS };
 
   std::int64_t order, split, pack, block_m, max_ctas, row_bytes;
 
@@ -47,9 +48,9 @@ struct Sizing {
     const std::int64_t (&query)[4] = key.tensors[QUERY].shape;
     const std::int64_t tiles = (query[2] * pack + block_m - 1) / block_m;
     const std::int64_t parts = split * (order == XYZ ? 1 : tiles * query[0]) * query[1] / pack;
-    grid[0] = static_cast<unsigned>(max_ctas ? std::min(parts, max_ctas) : parts);
-    grid[1] = static_cast<unsigned>(order == XYZ ? tiles : 1);
-    grid[2] = static_cast<unsigned>(order == XYZ ? query[0] : 1);
+    grid[0] = static_cast<unsigned>(order == CLUSTERS ? split : max_ctas ? std::min(parts, max_ctas) : parts);
+    grid[1] = static_cast<unsigned>(order == XYZ ? tiles : order == CLUSTERS ? query[1] / pack : 1);
+    grid[2] = static_cast<unsigned>(order == ALONG_X ? 1 : query[0]);
   }
 
   std::int64_t scratch_bytes(const CallKey& key) const {

@@ -46,8 +46,8 @@ class Integers {
   std::size_t size_;
 };
 
-// A kernel's function, grid, threads, bytes of shared memory, cluster, whether its launch is programmatic, and whether
-// it has heads as queries.
+// A kernel's function, grid, threads, bytes of shared memory, cluster, whether its launch is programmatic, whether it
+// has heads as queries, and the rows of its tiles where it is for sequences of many lengths.
 inline KernelLaunch read_launch(Integers& integers) {
   KernelLaunch kernel{};
   kernel.function = reinterpret_cast<CUfunction>(integers.next());
@@ -57,6 +57,7 @@ inline KernelLaunch read_launch(Integers& integers) {
   kernel.cluster = static_cast<unsigned>(integers.next());
   kernel.programmatic = integers.next() != 0;
   kernel.heads_as_queries = integers.next() != 0;
+  kernel.sequence_rows = static_cast<unsigned>(integers.next());
   return kernel;
 }
 

@@ -8,6 +8,7 @@
 #include "../kernels/common/mask_params.cuh"
 #include "../kernels/common/prologue_params.cuh"
 #include "plan.h"
+#include "sequences.h"
 
 namespace microsdpa {
 
@@ -104,6 +105,12 @@ inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
   kernel.numbers.push_back({DROPOUT + offsetof(DropoutParams, scale), KEPT_SCALE});
 }
 
+// Fills the parameter that a kernel takes.
+inline void fill_own(PlannedKernel& kernel, const CallKey& k) {
+  if (kernel.launch.sequence_rows) return fill_sequences(kernel, k);
+  fill_standard(kernel, k);
+}
+
 // A call of one query a head that sees all keys, whose query heads of a key head are taken as the queries of one head.
 inline CallKey heads_as_queries(CallKey key) {
   const std::int64_t heads_kv = key.tensors[KEY].shape[1];
@@ -146,8 +153,8 @@ inline CallKey behind(const ChangedRows& changed, CallKey key) {
 // The parameter of a kernel of a plan: the first one of those with `changed` rows writes them to where the output and
 // scratch memory of other kernels are.
 inline void fill(PlannedKernel& kernel, const CallKey& key, const ChangedRows& changed, bool first) {
-  if (!changed.bytes) return fill_standard(kernel, key);
-  fill_standard(kernel, first ? key : behind(changed, key));
+  if (!changed.bytes) return fill_own(kernel, key);
+  fill_own(kernel, first ? key : behind(changed, key));
   for (Pointer& pointer : kernel.pointers) {
     const int operand = pointer.operand;
     const std::int64_t own = operand == WORKSPACE ? changed.bytes : changed.place(operand);

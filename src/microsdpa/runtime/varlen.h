@@ -9,11 +9,12 @@
 #include "framework.h"
 #include "plan.h"
 #include "scratch.h"
+#include "sequences.h"
 
 namespace microsdpa {
 
 // Numbers that the kernel's 32 bits have room for, as in kernels/ampere/varlen/spec.py.
-constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
+constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29;
 constexpr std::int64_t FEW_KEYS = 1536, SPLIT_KEYS = 512;  // as in spec.py
 constexpr std::int64_t LARGEST_GRANULARITY = 64;           // as in sequences.py
 
@@ -358,9 +359,6 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   return !(k.given & APPENDED) || parse_append(arguments, call);
 }
 
-// Tiles of rows, for each CTA that stays, up to which CTAs may share keys; as in kernels/hopper/varlen/spec.py.
-constexpr std::int64_t WAVES = 4;
-
 // Neighbouring key heads whose CTAs take the same keys side by side, as in kernels/ampere/varlen/spec.py.
 inline std::int64_t heads_abreast(std::int64_t heads_kv) {
   std::int64_t heads = 8;
@@ -368,8 +366,8 @@ inline std::int64_t heads_abreast(std::int64_t heads_kv) {
   return heads;
 }
 
-// Finds the CTAs of a launch, and gives whether they take equal parts of all keys, or may; divides_keys() and grid_of()
-// of the kernels' spec.py say the same.
+// Finds the CTAs of a launch, and gives whether they take equal parts of all keys, or may; grid_of() of the kernels'
+// spec.py says the same.
 inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (&ctas)[3]) {
   const VarlenParams& p = call.varlen.call;
   if (launch.cluster > 1) {
@@ -386,18 +384,15 @@ inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (
   }
   const std::int64_t pack = p.heads / p.heads_kv, most = call.key.tensors[QUERY].shape[1];
   const std::int64_t queries = call.varlen.queries;
-  const std::int64_t tiles = (queries * pack + launch.block_m - 1) / launch.block_m;
-  const std::int64_t parts =
-      ((queries * p.heads + 15) / 16 + std::int64_t(p.batch) * p.heads_kv) * ((p.most_keys + 15) / 16);
   const bool stays = launch.box_rows > 0;
   const std::int64_t most_tiles = stays ? WAVES * launch.ctas : launch.ctas;
-  const bool divides_keys = (most * pack <= launch.block_m || tiles * p.heads_kv <= most_tiles) && parts <= MOST_WORK;
-  ctas[0] = divides_keys || stays ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv;
+  const bool divides = divides_keys(p, queries, most, launch.block_m, most_tiles);
+  ctas[0] = divides || stays ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv;
   ctas[1] = ctas[2] = 1;
-  if (divides_keys && !stays) {
+  if (divides && !stays) {
     ctas[0] = static_cast<unsigned>(heads_abreast(p.heads_kv)), ctas[1] = static_cast<unsigned>(launch.ctas) / ctas[0];
   }
-  return divides_keys;
+  return divides;
 }
 
 // The shape of a call's LSE: [H, queries], or [B, H, S_q]; gives its rank.

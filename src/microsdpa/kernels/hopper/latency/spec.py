@@ -121,6 +121,8 @@ Of one CTA a query tile, and of two. Without a mask, keys that fill their tiles 
 """
 UNROLLED = 0.8
 """Of those clocks, what few rounds take."""
+ANOTHER_START = 1.5
+"""Starts that each of several query tiles of an SM takes, one after the other."""
 UNALIGNED, MOST_UNROLLED = 1.5, 4
 """Times as long in more rounds than these, where rows are no multiple of the 32 bytes that memory gives at a time."""
 
@@ -133,6 +135,15 @@ def one_tile_clocks(problem: Problem) -> float:
         return START_CLOCKS + rounds * each[cluster - 1] * UNROLLED
     clocks = START_CLOCKS + rounds * each[cluster - 1]
     return UNALIGNED * clocks if problem.head_dim % 16 else clocks
+
+
+def several_tiles_clocks(problem: Problem, tiles: int) -> float:
+    """Clocks of a launch without masks but the causal one whose busiest SM has so many query tiles."""
+    cluster = cluster_for(problem)
+    each = UNROLLED * ROUND_CLOCKS[-(-problem.head_dim // STEP) * STEP][cluster - 1]
+    rounds, start = key_rounds(problem, cluster), START_CLOCKS if tiles == 1 else ANOTHER_START * START_CLOCKS
+    clocks = tiles * (start + rounds * each)
+    return UNALIGNED * clocks if problem.head_dim % 16 and rounds > MOST_UNROLLED else clocks
 
 
 def key_rounds(problem: Problem, cluster: int) -> int:

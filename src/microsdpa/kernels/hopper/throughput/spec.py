@@ -241,6 +241,12 @@ def divided(problem: Problem) -> tuple[Tiles, float] | None:
     return best, least
 
 
+def least_clocks(problem: Problem) -> float:
+    """Clocks of a launch of few query tiles for each SM, with the tiles that are chosen."""
+    alone, shared = few_tiles_clocks(problem, choose(problem)), divided(problem)
+    return alone if shared is None or alone <= shared[1] else shared[1]
+
+
 def ends_early(problem: Problem) -> bool:
     """Whether queries see keys up to an end of their own."""
     return problem.causal is not None or (problem.mask is not None and problem.mask.right)

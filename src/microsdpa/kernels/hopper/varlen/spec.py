@@ -27,6 +27,8 @@ DEEPEST = 5
 """Tiles of K, and of V, at most."""
 FEWEST_BOX_ROWS = 8
 """Keys of a bulk copy at least: a repetition of the swizzle pattern."""
+ROWS_OF_WORK = 16
+"""Of a piece of work, as the limits of sdpa_varlen count them."""
 WAVES = 4
 """Tiles of rows, for each CTA, up to which CTAs may share the keys of one: of more, whole ones are as even."""
 
@@ -138,6 +140,29 @@ SHARING = (
     Sharing(128, 2, 4096),
 )
 """The first of them that has room for a call is the one, as measured on an H100; the log has the figures."""
+START_OF_CLUSTERS, CLUSTERS_READ = 11_500, 1.25
+"""Clocks of a launch of clusters, and their time to read K and V, in times that memory would take."""
+START_CLOCKS, SHARED_CLOCKS = 9_000, 62
+"""Clocks of another launch, and, for each column, those of CTAs that share the keys of a tile of rows."""
+FEWEST_SHARED = 512
+"""Keys over which CTAs share those of few tiles."""
+LEAST_CLOCKS, LEAST_OF_COLUMN = 12_000, 80
+"""What each of a CTA's tiles takes at least, and the same for each column above 128."""
+FLOPS_OF_CLOCK = {
+    32: 1250,
+    48: 1700,
+    64: 2000,
+    80: 1900,
+    96: 2100,
+    112: 2300,
+    128: 2600,
+    160: 2400,
+    192: 2800,
+    256: 2500,
+}
+"""Floating-point operations of an SM in a clock, by the columns that are multiplied. A soft cap halves them."""
+BYTES_OF_CLOCK = 2300
+"""Bytes that all SMs read from memory in a clock."""
 SPILLS = "the warp that finds the work has few registers, and keeps some of the schedule there, once per segment"
 
 
@@ -255,6 +280,52 @@ def _specification(
     )
 
 
+def for_one_length(problem: Problem) -> KernelSpec | Rejection:
+    """The kernel for a call whose sequences have one length: the query heads of a key head share tiles there, too."""
+    if not knows_positions(problem):
+        return Rejection("its queries are the last ones of their keys", 'causal="lower_right"')
+    queries = problem.batch * problem.seqlen_q
+    if problem.seqlen_k > ampere_varlen.MOST_KEYS or queries > ampere_varlen.MOST_KEYS:
+        return Rejection(f"keys or queries exceed the {ampere_varlen.MOST_KEYS} that it counts", "shorter sequences")
+    if queries * problem.heads // ROWS_OF_WORK + problem.batch * problem.heads_kv >= ampere_varlen.MOST_WORK:
+        return Rejection("its tiles of rows exceed what it counts", "a smaller batch")
+    found = forward(problem.as_sequences)
+    return found if isinstance(found, Rejection) else _for_one_length(found)
+
+
+def knows_positions(problem: Problem) -> bool:
+    """Whether what the problem's masks hide is told from positions that end with the last key, if from any."""
+    mask = problem.mask or MaskKind()
+    if mask.tensor is not None or problem.causal == "upper_left":
+        return False
+    return problem.causal is not None or not (mask.left or mask.right or mask.alibi)
+
+
+@functools.lru_cache(maxsize=1024)
+def _for_one_length(spec: KernelSpec) -> KernelSpec:
+    """The same object for the same specification."""
+    if spec.cluster > 1:
+        return replace(spec, grid_order="clusters", split=spec.cluster)
+    return replace(spec, grid_order="resident", workspace_fixed_bytes=workspace_bytes(spec))
+
+
+def clocks(problem: Problem, spec: KernelSpec) -> float:
+    """Clocks of a call whose sequences have one length, as measured on an H200 (docs/log/hopper-varlen.md)."""
+    chip, dim = chip_of(problem.target), padded(problem.head_dim)
+    tiles = problem.batch * problem.heads_kv * -(-problem.seqlen_q * spec.pack // spec.block_m)
+    read = problem.batch * problem.heads_kv * problem.seqlen_k * problem.head_dim * 2 * ELEMENT / BYTES_OF_CLOCK
+    if spec.cluster > 1:
+        return START_OF_CLUSTERS + CLUSTERS_READ * read
+    flops = FLOPS_OF_CLOCK[dim] / (2 if problem.mask is not None and problem.mask.softcap else 1)
+    products = tiles * (4 * dim * spec.block_m / flops / chip.sms) * problem.seqlen_k
+    rounds, least = -(-tiles // spec.max_ctas), LEAST_CLOCKS if dim <= 128 else LEAST_OF_COLUMN * dim
+    longest = products + least if products > read else read + least
+    several = least * rounds
+    clocks = START_CLOCKS + (longest if longest > several else several)
+    shared = tiles < spec.max_ctas if dim <= 128 else rounds <= WAVES
+    return clocks + SHARED_CLOCKS * dim if shared and problem.seqlen_k > FEWEST_SHARED else clocks
+
+
 def workspace_bytes(spec: KernelSpec) -> int:
     """Scratch memory of a call whose keys may be divided: MOST_TAKEN partial outputs a CTA (Partials of shared.cuh)."""
     head_dim = int(dict(spec.template_args)["HEAD_DIM"])
@@ -266,7 +337,7 @@ def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
 
     Where they may, the kernel decides, which alone knows the lengths.
     """
-    rows = -(-queries * problem.heads // 16) + problem.batch * problem.heads_kv
+    rows = -(-queries * problem.heads // ROWS_OF_WORK) + problem.batch * problem.heads_kv
     if spec.cluster > 1:
         return False
     if rows * -(-problem.seqlen_k // 16) > ampere_varlen.MOST_WORK:
