@@ -40,6 +40,25 @@ def test_masks_through_the_plan_table(case: Case) -> None:
     assert check(case, "cuda", "auto").failure == ""
 
 
+PACKED = [
+    Case(16, 32, 32, 2048, 128, heads_kv=8, causal="lower_right", dtype="bfloat16"),
+    Case(64, 14, 50, 968, 64, heads_kv=2, kind="outliers"),
+    Case(24, 64, 12, 1000, 96, heads_kv=8, layout="bshd", kind="mean"),
+    Case(16, 12, 16, 1500, 128, heads_kv=4, causal="lower_right"),
+    Case(48, 16, 150, 512, 128, heads_kv=1, causal="lower_right", masks=("sinks",)),
+    Case(16, 64, 20, 3000, 72, heads_kv=8, dtype="bfloat16"),
+]
+"""Few queries whose heads share keys."""
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_heads_that_share_keys_share_tiles(case: Case) -> None:
+    query, key, value = make(case, "cuda")
+    found = microsdpa.explain(query, key, value, **case.options, **make_masks(case, "cuda"))
+    assert (found.runs == "hopper/varlen") == (torch.cuda.get_device_capability() == (9, 0))
+    assert check(case, "cuda", "auto").failure == ""
+
+
 def close(out: torch.Tensor, tensors: tuple[torch.Tensor, ...], **options: Any) -> bool:
     expected, _ = reference.oracle(*tensors, **options)
     allowed = compare.tolerance(reference.eager(*tensors, **options)[0], expected, out.dtype)
@@ -68,6 +87,8 @@ CHAIN = (
     Case(1, 4, 1, 700, 128, heads_kv=2),
     Case(1, 32, 512, 512, 128, dtype="bfloat16"),
     Case(1, 3, 130, 77, 96, causal="lower_right"),
+    Case(24, 32, 17, 700, 64, heads_kv=4),
+    Case(16, 12, 16, 1500, 128, heads_kv=4, causal="lower_right"),
 )
 
 
