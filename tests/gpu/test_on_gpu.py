@@ -353,10 +353,12 @@ def test_masks_at_the_headline_shape(causal: Causal | None, masks: Any, head_dim
     assert check(dataclasses.replace(case, scale=3.0), "cuda", "auto").failure == ""  # out of range: computed again
 
 
-@pytest.mark.parametrize(("head_dim", "columns"), [(192, 128), (128, 64), (96, 40)])
-@pytest.mark.parametrize("causal", [None, "upper_left"])
-def test_a_value_with_fewer_columns(causal: Causal | None, head_dim: int, columns: int) -> None:
-    query, key, value = make(Case(2, 3, 300, 500, head_dim, seed=3), "cuda")
+@pytest.mark.parametrize(("head_dim", "columns"), [(192, 128), (128, 64), (96, 40), (32, 24)])
+@pytest.mark.parametrize(("causal", "lengths"), [(None, (300, 500)), ("upper_left", (300, 500)), (None, (70, 3000))])
+def test_a_value_with_fewer_columns(
+    causal: Causal | None, lengths: tuple[int, int], head_dim: int, columns: int
+) -> None:
+    query, key, value = make(Case(2, 3, *lengths, head_dim, seed=3), "cuda")
     if launcher.target_of_device() != "sm_90a":
         with pytest.raises(UnsupportedProblem, match="one head dimension"):
             microsdpa.sdpa(query, key, value[..., :columns])
@@ -365,7 +367,7 @@ def test_a_value_with_fewer_columns(causal: Causal | None, head_dim: int, column
         for _ in range(2):  # the second call has a plan
             out = microsdpa.sdpa(query, key, narrow, causal=causal)
             assert isinstance(out, torch.Tensor)
-            assert out.shape == (2, 3, 300, columns)
+            assert out.shape == (2, 3, lengths[0], columns)
             assert close(out, (query, key, narrow), causal=causal)
         with microsdpa.enabled(strict=True):
             again = torch.nn.functional.scaled_dot_product_attention(query, key, narrow, is_causal=causal is not None)

@@ -198,7 +198,7 @@ class Problem:
     @functools.cached_property
     def any_size(self) -> Problem:
         """What many problems have in common: this one with one batch entry, query and key, and a group of heads."""
-        further = self.cache, self.prologue, self.dropout, self.continued
+        further = self.cache, self.prologue, self.dropout, self.continued, self.value_dim
         group = self.heads // self.heads_kv
         return _of_any_size(
             group, self.head_dim, self.dtype, self.causal, self.mask, self.alignment, self.target, further
@@ -256,10 +256,10 @@ def _of_any_size(
     mask: MaskKind | None,
     alignment: int,
     target: str,
-    further: tuple[CacheKind | None, PrologueKind | None, bool, bool],
+    further: tuple[CacheKind | None, PrologueKind | None, bool, bool, int],
 ) -> Problem:
-    sizes, (cache, prologue, dropout, continued) = (1, heads, 1, 1, 1, head_dim), further
-    more = {"cache": cache, "prologue": prologue, "dropout": dropout, "continued": continued}
+    sizes, (cache, prologue, dropout, continued, columns) = (1, heads, 1, 1, 1, head_dim), further
+    more = {"cache": cache, "prologue": prologue, "dropout": dropout, "continued": continued, "value_dim": columns}
     return Problem(*sizes, dtype, causal, mask, alignment, target=target, **more)  # type: ignore[arg-type]
 
 
