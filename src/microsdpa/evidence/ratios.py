@@ -17,7 +17,7 @@ SUMMARIZED = {
     "mission": "the headline shape and the smallest shapes",
     "small": "small calls",
     "real": "shapes of models",
-    "decode": "decoding, one query a head",
+    "decode": "decoding, one query a head or a few",
     "prefill": "16k tokens, D = 64 to 256",
     "masked": "masks, windows, documents, blocks, head dimensions",
     "wild": "32 random shapes, new ones with each commit",
