@@ -48,15 +48,22 @@ def _median(rows: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _picks(count: int, salt: int) -> torch.Tensor:
-    """Which of `count` samples each resampling takes: the same ones in every process."""
+def _counts(count: int, salt: int) -> torch.Tensor:
+    """How often each resampling takes each of `count` samples: the same in every process."""
     generator = torch.Generator().manual_seed(SEED + salt)
-    return torch.randint(count, (RESAMPLES, count), generator=generator)
+    picks = torch.randint(count, (RESAMPLES, count), generator=generator)
+    return torch.zeros(RESAMPLES, count, dtype=torch.int32).scatter_add_(
+        1, picks, torch.ones_like(picks, dtype=torch.int32)
+    )
 
 
 def _resampled_medians(samples: Sequence[float], salt: int) -> torch.Tensor:
-    values = _check(samples)
-    return _median(values[_picks(len(values), salt)])
+    """The median of each resampling. The samples are ordered once: where its middle lies is counted."""
+    ordered, order = _check(samples).sort()
+    count = len(samples)
+    up_to = _counts(count, salt)[:, order].cumsum(1, dtype=torch.int32)  # how many it has of the samples up to each
+    low, high = ((up_to <= middle).sum(1) for middle in ((count - 1) // 2, count // 2))
+    return (ordered[low] + ordered[high]) / 2
 
 
 def _percentiles(estimates: torch.Tensor) -> tuple[float, float]:
