@@ -56,6 +56,8 @@ CLANG_FLAGS = (
     *("-fno-vectorize", "-fno-slp-vectorize", "-fno-sanitize=undefined"),
     *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-no-stack-coloring"),
 )
+# The C++ library, in which the linker would look for symbols, is in the process already: the runtime needs it.
+LINK_FLAGS, LIBRARIES = ("-shared", "-nostdlib"), ("-lm", "-lgcc")
 
 OPERANDS_OF_CALLERS = (
     *("hopper/latency/online.cuh", "hopper/latency/unrolled.cuh", "hopper/throughput_8bit/wide_promoting.cuh"),
@@ -352,7 +354,7 @@ def _compile_kernel(name: str, text: str, directory: Path) -> Path:
     source.write_text(text, encoding="utf-8")
     command = [*kernel_command(), "-include", "hooks.h", "-c", str(source), "-o", str(unit)]
     _run(command, f"{name} for the emulator", text)
-    _run([compiler(), "-shared", str(unit), "-o", str(library)], f"{name} for the emulator", text)
+    _run([compiler(), *LINK_FLAGS, str(unit), "-o", str(library), *LIBRARIES], f"{name} for the emulator", text)
     return library
 
 
