@@ -125,19 +125,20 @@ void Processor::check_async_target(std::size_t offset, std::size_t bytes, const 
 // What is wrong with an asynchronous unit's read for someone with this knowledge, or nothing.
 std::string Processor::async_read_fault(std::size_t offset, std::size_t bytes, const Knowledge& known,
                                         const char* operation) {
-  const std::string at =
-      std::string(operation) + " of byte " + std::to_string(offset % cta_bytes_) + " of shared memory";
+  const auto at = [&] {
+    return std::string(operation) + " of byte " + std::to_string(offset % cta_bytes_) + " of shared memory";
+  };
   if (const std::uint32_t number = shadow_.arriving(offset, bytes)) {
     const Flight& flight = flights_[number - 1];
-    return at + " that " + flight.operation + " of " + who(flight.thread) + " at line " +
+    return at() + " that " + flight.operation + " of " + who(flight.thread) + " at line " +
            std::to_string(flight.issued.line) + " has in flight: a wait is missing";
   }
-  if (shadow_.first_unwritten(offset, bytes) >= 0) return at + " that nothing has written";
+  if (shadow_.first_unwritten(offset, bytes) >= 0) return at() + " that nothing has written";
   if (const Conflict c = shadow_.check_read(offset, bytes, -1, known); c.found) {
-    return "race: " + at + " that " + who(c.thread) + " wrote with no barrier between the two";
+    return "race: " + at() + " that " + who(c.thread) + " wrote with no barrier between the two";
   }
   if (const Conflict c = shadow_.unfenced(offset, bytes, threads(), known); c.found) {
-    return at + " that " + who(c.thread) + " wrote, with no fence.proxy.async between the two";
+    return at() + " that " + who(c.thread) + " wrote, with no fence.proxy.async between the two";
   }
   return "";
 }

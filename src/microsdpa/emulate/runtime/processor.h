@@ -127,6 +127,7 @@ struct WarpMma {
   const void* a_registers[32];  // where A is read from until the wait, if not from shared memory
   void* d[32];
   Place place;
+  std::vector<std::size_t> a_chunks, b_chunks;  // where the tiles lie, 16 bytes each; of A if it is in shared memory
 };
 
 // Accumulators that wgmmas in flight will write: their values so far, while the registers hold poison.

@@ -46,7 +46,7 @@ struct Tables {
 
 int bytes_of(Element element) { return element == Element::F16 || element == Element::BF16 ? 2 : 1; }
 
-double decode(Element element, const std::byte* data) {
+float decode(Element element, const std::byte* data) {
   static const Tables tables;
   if (bytes_of(element) == 1) {
     const auto bits = std::to_integer<std::uint8_t>(*data);
@@ -173,7 +173,7 @@ void Processor::issue_mma(void* const (&lanes)[32], Place place) {
   }
   ++own.mmas_issued;
 
-  WarpMma mma{first, take_flight("wgmma", place), {}, {}, {}, place};
+  WarpMma mma{first, take_flight("wgmma", place), {}, {}, {}, place, {}, {}};
   const auto registers = static_cast<std::size_t>(first.n) / 2;
   for (int lane = 0; lane < 32; ++lane) {
     const Wgmma& one = *static_cast<const Wgmma*>(lanes[lane]);
@@ -187,11 +187,10 @@ void Processor::issue_mma(void* const (&lanes)[32], Place place) {
       mma.a_registers[lane] = one.a;
     }
   }
-  std::vector<std::size_t> chunks;
-  for (const bool second : {false, true}) {
-    if (!second && first.a) continue;
-    operand_chunks(first, second, in_cta, chunks, place);
-    for (const std::size_t offset : chunks) {
+  if (!first.a) operand_chunks(first, false, in_cta, mma.a_chunks, place);
+  operand_chunks(first, true, in_cta, mma.b_chunks, place);
+  for (const std::vector<std::size_t>* chunks : {&mma.a_chunks, &mma.b_chunks}) {
+    for (const std::size_t offset : *chunks) {
       if (const std::string fault = async_read_fault(offset, 16, self_->known, "wgmma's read"); !fault.empty()) {
         fail(place, "%s", fault.c_str());
       }
@@ -214,69 +213,66 @@ void Processor::issue_mma(void* const (&lanes)[32], Place place) {
 // Multiplies with what the tiles hold now, into the accumulators' values.
 void Processor::run_mma(WarpMma& mma) {
   const Wgmma& op = mma.operation;
-  const int bytes = bytes_of(op.element), depth = 32 / bytes, per = 16 / bytes;
-  const int in_cta = self_->warp % static_cast<int>(warps_.size() / ctas_.size());
-  const auto n = static_cast<std::size_t>(op.n);
-  std::vector<double> a(16 * static_cast<std::size_t>(depth)), b(n * static_cast<std::size_t>(depth));
-  std::vector<std::size_t> chunks;
-  const auto load = [&](bool second, std::vector<double>& matrix, std::size_t rows) {
-    operand_chunks(op, second, in_cta, chunks, mma.place);
+  const std::size_t bytes = bytes_of(op.element), depth = 32 / bytes, per = 16 / bytes, n = op.n;
+  // A as [row][k] and B as [k][column], but for sums of E4M3, which want all of a column at once.
+  const bool by_column = op.element == Element::E4M3;
+  std::vector<double> a(16 * depth), b(n * depth);
+  const auto load = [&](bool second, const std::vector<std::size_t>& chunks, std::size_t rows) {
     const bool along_mn = second ? op.b_along_n : op.a_along_m;
     for (std::size_t i = 0; i < chunks.size(); ++i) {
       const std::byte* data = memory_at(chunks[i]);
-      for (int e = 0; e < per; ++e) {
-        const std::size_t row = along_mn ? i % (rows / 8) * 8 + static_cast<std::size_t>(e) : i / 2;
-        const std::size_t k =
-            along_mn ? i / (rows / 8) : i % 2 * static_cast<std::size_t>(per) + static_cast<std::size_t>(e);
-        matrix[row * static_cast<std::size_t>(depth) + k] = decode(op.element, data + e * bytes);
+      for (std::size_t e = 0; e < per; ++e) {
+        const std::size_t row = along_mn ? i % (rows / 8) * 8 + e : i / 2;
+        const std::size_t k = along_mn ? i / (rows / 8) : i % 2 * per + e;
+        const double value = decode(op.element, data + e * bytes);
+        (second ? b : a)[second && !by_column ? k * n + row : row * depth + k] = value;
       }
     }
   };
-  load(true, b, n);
+  load(true, mma.b_chunks, n);
   if (op.a) {
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int r = 0; r < 4; ++r) {
-        for (int e = 0; e < 4 / bytes; ++e) {
-          const int row = lane / 4 + 8 * (r % 2), k = 4 / bytes * (lane % 4) + e + depth / 2 * (r / 2);
-          a[static_cast<std::size_t>(row * depth + k)] =
-              decode(op.element, reinterpret_cast<const std::byte*>(&mma.a[lane][r]) + e * bytes);
+    for (std::size_t lane = 0; lane < 32; ++lane) {
+      for (std::size_t r = 0; r < 4; ++r) {
+        for (std::size_t e = 0; e < 4 / bytes; ++e) {
+          const std::size_t row = lane / 4 + 8 * (r % 2), k = 4 / bytes * (lane % 4) + e + depth / 2 * (r / 2);
+          a[row * depth + k] = decode(op.element, reinterpret_cast<const std::byte*>(&mma.a[lane][r]) + e * bytes);
         }
       }
     }
   } else {
-    load(false, a, 16);
+    load(false, mma.a_chunks, 16);
   }
   std::vector<int> a_exponents, b_exponents;
-  if (op.element == Element::E4M3) {
+  if (by_column) {
     for (const double x : a) a_exponents.push_back(exponent_of(x));
     for (const double y : b) b_exponents.push_back(exponent_of(y));
   }
-  Accumulators& sums = warp().accumulators[mma.d[0]];
-  for (int lane = 0; lane < 32; ++lane) {
-    for (std::size_t i = 0; i < n / 2; ++i) {
-      const std::size_t row = static_cast<std::size_t>(lane) / 4 + 8 * (i / 2 % 2),
-                        column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
-      std::uint32_t& slot = sums.values[static_cast<std::size_t>(lane) * n / 2 + i];
-      double sum = 0;
-      if (op.accumulate) {
-        float before;
-        std::memcpy(&before, &slot, 4);
-        sum = op.element == Element::S8 ? static_cast<double>(static_cast<std::int32_t>(slot)) : before;
-      }
-      const std::size_t from_a = row * static_cast<std::size_t>(depth),
-                        from_b = column * static_cast<std::size_t>(depth);
-      const double *x = &a[from_a], *y = &b[from_b];
-      float rounded;
-      if (op.element == Element::E4M3) {
-        rounded = sum_of_e4m3(sum, x, &a_exponents[from_a], y, &b_exponents[from_b], depth);
-      } else {
-        for (int k = 0; k < depth; ++k) sum += x[k] * y[k];
-        rounded = static_cast<float>(sum);
-      }
+  Accumulators& all = warp().accumulators[mma.d[0]];
+  std::vector<double> sums(n);
+  for (std::size_t row = 0; row < 16; ++row) {
+    const auto slot = [&](std::size_t column) -> std::uint32_t& {
+      const std::size_t lane = row % 8 * 4 + column % 8 / 2;
+      return all.values[lane * n / 2 + column / 8 * 4 + row / 8 * 2 + column % 2];
+    };
+    for (std::size_t column = 0; column < n; ++column) {
+      const std::uint32_t bits = slot(column);
+      float before;
+      std::memcpy(&before, &bits, 4);
+      const double sum = op.element == Element::S8 ? static_cast<double>(static_cast<std::int32_t>(bits)) : before;
+      sums[column] = op.accumulate ? sum : 0;
+    }
+    const double* x = &a[row * depth];
+    for (std::size_t k = 0; k < depth && !by_column; ++k) {  // column by column the same order of additions
+      for (std::size_t column = 0; column < n; ++column) sums[column] += x[k] * b[k * n + column];
+    }
+    for (std::size_t column = 0; column < n; ++column) {
+      const float rounded = by_column ? sum_of_e4m3(sums[column], x, &a_exponents[row * depth], &b[column * depth],
+                                                    &b_exponents[column * depth], static_cast<int>(depth))
+                                      : static_cast<float>(sums[column]);
       if (op.element == Element::S8) {
-        slot = static_cast<std::uint32_t>(static_cast<std::int64_t>(sum));
+        slot(column) = static_cast<std::uint32_t>(static_cast<std::int64_t>(sums[column]));
       } else {
-        std::memcpy(&slot, &rounded, 4);
+        std::memcpy(&slot(column), &rounded, 4);
       }
     }
   }
@@ -314,10 +310,8 @@ void Processor::wgmma_wait(std::size_t pending_groups, Place place) {
 void Processor::finish_mmas(std::size_t pending_groups) {
   Warp& own = warp();
   const int agent = tensor_agent(self_->warp);
-  const int in_cta = self_->warp % static_cast<int>(warps_.size() / ctas_.size());
   Knowledge reader;
   reader.reset(agents_);
-  std::vector<std::size_t> chunks;
   while (own.mma_groups.size() > pending_groups) {
     reader.clock[agent] = ++agent_clocks_[agent];
     for (WarpMma& mma : own.mma_groups.front()) {
@@ -327,10 +321,8 @@ void Processor::finish_mmas(std::size_t pending_groups) {
         }
       }
       if (job_.launch.late) run_mma(mma);
-      for (const bool second : {false, true}) {
-        if (!second && mma.operation.a) continue;
-        operand_chunks(mma.operation, second, in_cta, chunks, mma.place);
-        for (const std::size_t offset : chunks) {
+      for (const std::vector<std::size_t>* chunks : {&mma.a_chunks, &mma.b_chunks}) {
+        for (const std::size_t offset : *chunks) {
           shadow_.end_leaving(offset, 16);
           shadow_.mark_read(offset, 16, agent, reader, 0);
         }
