@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from harness import check_in_every_order
 
-from microsdpa.evidence.inputs import Case, masks_of
+import microsdpa
+from microsdpa import reference
+from microsdpa.evidence import compare
+from microsdpa.evidence.inputs import Case, make, masks_of
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.hopper.varlen.spec import for_one_length
 
@@ -49,3 +54,50 @@ def test_masks_are_its_own(case: Case) -> None:
     spec = _specification(case)
     problem = replace(case.problem("sm_90a"), mask=masks_of(case).kind)
     check_in_every_order(spec, problem, case, conflicts=True)
+
+
+NAMED = "emulate:hopper/varlen"
+
+
+def _admitted(got: torch.Tensor, inputs: tuple[torch.Tensor, ...], **options: Any) -> bool:
+    (expected, _), (plain, _) = (of(*inputs, **options) for of in (reference.oracle, reference.eager))
+    return compare.tolerance(plain, expected, got.dtype).admits(compare.measure(got, expected))
+
+
+def test_a_call_may_name_it() -> None:
+    inputs = make(Case(2, 6, 20, 150, 64, heads_kv=3))
+    options = {"causal": "lower_right", "enable_gqa": True, "impl": NAMED}
+    out, lse = microsdpa.sdpa(*inputs, **options, return_lse=True)  # type: ignore[arg-type]
+    assert _admitted(out, inputs, causal="lower_right")
+    assert torch.equal(microsdpa.plan(*inputs, **options)(*inputs), out)  # type: ignore[arg-type]
+    assert lse.shape == out.shape[:3]
+    windowed = microsdpa.sdpa(*inputs, **options, window=(40, 0))  # type: ignore[arg-type]
+    assert isinstance(windowed, torch.Tensor)
+    assert _admitted(windowed, inputs, causal="lower_right", window=(40, 0))
+    assert "share tiles" in str(microsdpa.explain(*inputs, **options))  # type: ignore[arg-type]
+
+
+def test_norms_and_rotary_embedding_come_ahead_of_it() -> None:
+    inputs = make(Case(2, 6, 20, 150, 64, heads_kv=3, seed=1))
+    cos, sin = torch.randn(2, 150, 32, generator=torch.Generator().manual_seed(1))
+    norm = torch.ones(64, dtype=torch.float16)
+    options: dict[str, Any] = {"causal": "lower_right", "rotary": (cos, sin), "q_norm": norm, "k_norm": norm}
+    ours, other = (microsdpa.sdpa(*inputs, **options, enable_gqa=True, impl=i) for i in (NAMED, "emulate:ampere/mma"))
+    assert isinstance(ours, torch.Tensor)
+    assert isinstance(other, torch.Tensor)
+    torch.testing.assert_close(ours, other, rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"attn_mask": torch.ones(20, 150, dtype=torch.bool)}, "it reads no mask tensor"),
+        ({"is_causal": True}, "its queries are the last ones of their keys"),
+        ({"window": (10, 10)}, "its queries are the last ones of their keys"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_what_it_does_not_compute_is_refused(options: dict[str, Any], reason: str) -> None:
+    inputs = make(Case(2, 6, 20, 150, 64, heads_kv=3))
+    with pytest.raises(microsdpa.UnsupportedProblem, match=reason):
+        microsdpa.sdpa(*inputs, **options, enable_gqa=True, impl=NAMED)

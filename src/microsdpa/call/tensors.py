@@ -9,7 +9,7 @@ from difflib import get_close_matches
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, VARLEN_FAMILIES, family_named
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, ONE_LENGTH, VARLEN_FAMILIES, family_named
 from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, DType
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -29,8 +29,9 @@ def check_impl(impl: object, eight_bit: bool = False, varlen: bool = False) -> s
     kernel = kernel_of(impl)[0] if isinstance(impl, str) else ""
     family = family_named(kernel)
     fits = family is not None and (family.eight_bit, family.varlen) == (eight_bit, varlen)
+    fits |= kernel == ONE_LENGTH.name and not eight_bit
     if not isinstance(impl, str) or (kernel != "auto" and not fits):
-        families = EIGHT_BIT_FAMILIES if eight_bit else VARLEN_FAMILIES if varlen else FAMILIES
+        families = EIGHT_BIT_FAMILIES if eight_bit else VARLEN_FAMILIES if varlen else (*FAMILIES, ONE_LENGTH)
         known = ", ".join(repr(family.name) for family in families)
         operands = "for 8-bit operands " if eight_bit else "for sequences of many lengths " if varlen else ""
         raise InvalidArgument(

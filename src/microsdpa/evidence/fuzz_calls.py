@@ -16,7 +16,7 @@ from microsdpa import BlockTable
 from microsdpa.evidence import fuzz_varlen
 from microsdpa.evidence.fuzz_varlen import VarlenCall
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case
-from microsdpa.kernels import FAMILIES
+from microsdpa.kernels import FAMILIES, ONE_LENGTH
 from microsdpa.kernels.problem import PRECISIONS, Causal, DType, Precision
 from microsdpa.kernels.quantize.spec import SCHEMES
 
@@ -449,7 +449,7 @@ def _form(choose: random.Random, emulated: bool) -> dict[str, Any]:
     if choose.random() < MASKED:
         form["sinks"] = choose.choice(("inputs", "float32"))
     if not emulated and choose.random() < 0.3:
-        form["impl"] = choose.choice([family.name for family in FAMILIES])
+        form["impl"] = choose.choice([family.name for family in (*FAMILIES, ONE_LENGTH)])
     later = random.Random(repr(form))
     form["dropout_p"] = later.choice((0.0, 0.0, 0.1, 0.7))
     form["rotary"] = later.choice((0, 0, 16, form["head_dim"]))
@@ -493,6 +493,8 @@ def _call(choose: random.Random, form: dict[str, Any], emulated: bool) -> Call:
     made = replace(made, value_dim=later.choice((16, 24, 64, 128)) if later.random() < SPARSE else 0)
     if later.random() < 2 * SPARSE and made.door == "sdpa":
         made = replace(made, continued=True, rotary=0, norms="none", value_dim=0)
+    if later.random() < SPARSE and made.causal in ("none", "lower_right"):  # which "auto" takes for larger calls
+        made = replace(made, impl=ONE_LENGTH.name, value_dim=0, mask="none", documents="none", blocks="none")
     return made
 
 

@@ -22,7 +22,7 @@ from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_throughput_8bit
 from microsdpa.kernels.hopper.varlen import spec as hopper_varlen
 from microsdpa.kernels.problem import ELEMENT, VECTOR_BYTES, Operands, Problem, capability_of
-from microsdpa.kernels.registry import Family, family_named
+from microsdpa.kernels.registry import ONE_LENGTH, Family, family_named
 from microsdpa.kernels.spec import MAX_GRID_YZ, Rejection
 
 TILE = 64
@@ -574,10 +574,15 @@ _AUTOMATIC = {kind: _automatic(*kind) for kind in ((False, False), (True, False)
 
 
 def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
-    """Kernels that `impl` admits for a problem: those of PREFERENCES for "auto", else the one of that name, or none."""
+    """Kernels that `impl` admits for a problem: those of PREFERENCES for "auto", else the one of that name, or none.
+
+    ONE_LENGTH is none of PREFERENCES: packs_heads() says where it comes ahead of them.
+    """
     kind = problem.operands is not None, problem.varlen is not None
     if impl == "auto":
         return _AUTOMATIC[kind]
+    if impl == ONE_LENGTH.name and kind == (False, False):
+        return (ONE_LENGTH,)
     family = family_named(impl)
     return (family,) if family and (family.eight_bit, family.varlen) == kind else ()
 

@@ -221,6 +221,9 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
 )
 """Families for sequences of many lengths."""
 
+ONE_LENGTH = replace(VARLEN_FAMILIES[0], specify=hopper_varlen.for_one_length, varlen=False, value_dims=False)
+"""The first of them for sequences of one length, dense ones: the same kernel in calls of `sdpa`."""
+
 ALL_FAMILIES = (*FAMILIES, *EIGHT_BIT_FAMILIES, *VARLEN_FAMILIES)
 
 

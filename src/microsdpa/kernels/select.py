@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import Family, KernelSpec, Rejection, oversized, policy
-from microsdpa.kernels.hopper.varlen import spec as hopper_varlen
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem
 from microsdpa.kernels.prologue.spec import rows
-from microsdpa.kernels.registry import family_named
+from microsdpa.kernels.registry import ONE_LENGTH, family_named
 from microsdpa.kernels.spec import with_heads_as_queries
 
 
@@ -103,7 +102,7 @@ def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
         if found is not None:
             return with_heads_as_queries(found)
     if impl == "auto" and policy.packs_heads(problem):
-        return hopper_varlen.for_one_length(problem)  # type: ignore[return-value]
+        return ONE_LENGTH.specify(problem)  # type: ignore[return-value]
     # Every family has the operands that every call has.
     further = problem.dropout or problem.value_dim or problem.continued
     plain = problem.mask is None and problem.prologue is None and not further
@@ -137,7 +136,7 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
         return replace(found, spec=with_heads_as_queries(found.spec))
     if impl == "auto" and policy.packs_heads(problem):
         others = tuple((family.name, policy.other_than_packed(problem)) for family in policy.candidates(problem, impl))
-        return Selection(hopper_varlen.for_one_length(problem), others)  # type: ignore[arg-type]
+        return Selection(ONE_LENGTH.specify(problem), others)  # type: ignore[arg-type]
     rejections: list[tuple[str, Rejection]] = []
     for family in policy.candidates(problem, impl):
         result = _refuse_operands(problem, family) or family.specify(problem)

@@ -282,6 +282,8 @@ def _specification(
 
 def for_one_length(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for a call whose sequences have one length: the query heads of a key head share tiles there, too."""
+    if problem.mask is not None and problem.mask.tensor is not None:
+        return Rejection(f"it reads no mask tensor, as {problem.mask} has", "a call without attn_mask")
     if not knows_positions(problem):
         return Rejection("its queries are the last ones of their keys", 'causal="lower_right"')
     queries = problem.batch * problem.seqlen_q
@@ -296,9 +298,9 @@ def for_one_length(problem: Problem) -> KernelSpec | Rejection:
 def knows_positions(problem: Problem) -> bool:
     """Whether what the problem's masks hide is told from positions that end with the last key, if from any."""
     mask = problem.mask or MaskKind()
-    if mask.tensor is not None or problem.causal == "upper_left":
-        return False
-    return problem.causal is not None or not (mask.left or mask.right or mask.alibi)
+    if problem.causal is None:
+        return not (mask.left or mask.right or mask.alibi)
+    return problem.causal == "lower_right"
 
 
 @functools.lru_cache(maxsize=1024)
