@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import microsdpa
+from microsdpa.emulate.abi import ARRIVALS
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence.fuzz_varlen import VarlenCall, check
 from microsdpa.execution import choice
-from microsdpa.execution.varlen import COUNTERS
 from microsdpa.kernels import policy
 from microsdpa.kernels.ampere.varlen import spec as kernel
 from microsdpa.kernels.chip import chip_of
@@ -419,7 +419,7 @@ def test_tiles_of_many_sequences(head_dim: int, keys: int, tiling: kernel.Tiling
     for change in ({"batch": 132}, {"target": "sm_89"}):
         assert kernel.tiling_of(replace(problem, **change)) not in (MANY_OF_FEW, MANY_NARROW)  # type: ignore[arg-type]
     spec = kernel.specification(problem, tiling)
-    assert spec.max_ctas <= COUNTERS
+    assert spec.max_ctas <= ARRIVALS
     assert spec.max_ctas // 132 * (spec.shared_bytes + 1024) <= chip_of("sm_90a").shared_per_sm
 
 

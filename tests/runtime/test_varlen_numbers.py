@@ -12,11 +12,11 @@ from microsdpa.kernels import policy
 from microsdpa.kernels.ampere.varlen import spec as ampere
 from microsdpa.kernels.hopper.varlen import spec as hopper
 
-HEADER = (files("microsdpa") / "runtime" / "varlen.h").read_text()
+HEADER = "".join((files("microsdpa") / "runtime" / name).read_text() for name in ("varlen.h", "sequences.h"))
 
 
 def value(name: str) -> int:
-    """What the launcher's header says that a constant is."""
+    """What the launcher's headers say that a constant is."""
     (found,) = re.findall(rf"\b{name} = (.*?)[,;]\s*(?:[A-Z]|//|$)", HEADER, re.MULTILINE)
     return int(eval(found.replace("std::int64_t", "int"), {"__builtins__": {}}, {"int": int}))
 
