@@ -49,6 +49,10 @@ EDGES = (16, 64, 128, 192, 256, 512, 1024)
 
 SPARSE = 0.15
 """Share of calls that have documents, and of those that have blocks."""
+LONG, MANY_KEYS = 0.1, (520, 1300)
+"""Share of the emulator's calls that have a few queries and many keys, and how many: CTAs may share these."""
+MOST_WORK, MOST_EMULATED, MOST_LONG = 2**28, 2**18, 2**22
+"""Of a call: on a GPU, in the emulator, and there with many keys."""
 MASKED = 0.3
 """Share of forms that have each of the masks beside attn_mask."""
 
@@ -429,9 +433,13 @@ def draw(count: int, seed: int, emulated: bool, doors: tuple[Door, ...] = DOORS)
         else:
             drawn = _call(choose, choose.choice(pool), emulated)
             call = valid(drawn if drawn.door in others else replace(drawn, door=choose.choice(others)))
-        if call.work <= (2**18 if emulated else 2**28):
+        if call.work <= (_most_emulated(call) if emulated else MOST_WORK):
             calls.append(call)
     return calls
+
+
+def _most_emulated(call: Call | VarlenCall) -> int:
+    return MOST_LONG if isinstance(call, Call) and call.seqlen_k >= MANY_KEYS[0] else MOST_EMULATED
 
 
 def _form(choose: random.Random, emulated: bool) -> dict[str, Any]:
@@ -495,6 +503,13 @@ def _call(choose: random.Random, form: dict[str, Any], emulated: bool) -> Call:
         made = replace(made, continued=True, rotary=0, norms="none", value_dim=0)
     if later.random() < SPARSE and made.causal in ("none", "lower_right"):  # which "auto" takes for larger calls
         made = replace(made, impl=ONE_LENGTH.name, value_dim=0, mask="none", documents="none", blocks="none")
+    if emulated and later.random() < LONG and made.door not in EIGHT_BIT_DOORS:
+        made = replace(made, batch=1, heads_kv=1, group=min(made.group, 2))
+        made = replace(made, seqlen_q=later.randint(1, 20), seqlen_k=later.randint(*MANY_KEYS))
+        if not made.value_dim and not made.continued and made.impl == "auto":
+            made = replace(made, impl=later.choice(("hopper/latency", "hopper/throughput")))
+        if later.random() < 0.5:  # with masks CTAs share keys more rarely
+            made = _as_default(made, "mask", "documents", "blocks", "window", "softcap", "alibi", "sinks", "dropout_p")
     return made
 
 
