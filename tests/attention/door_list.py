@@ -139,6 +139,7 @@ SDPA = [
     sdpa("causal upper_left", causal="upper_left"),
     sdpa("enable_gqa", heads_kv=HEADS_KV, enable_gqa=True),
     sdpa("impl", impl=KERNEL),
+    sdpa("impl of sequences", heads_kv=HEADS_KV, enable_gqa=True, causal="lower_right", impl="hopper/varlen"),
     sdpa("attn_mask of bool", attn_mask=bits),
     sdpa("attn_mask of numbers", attn_mask=numbers),
     sdpa("attn_mask, causal, return_lse", attn_mask=bits, causal="lower_right", return_lse=True),

@@ -126,11 +126,11 @@ def test_the_kernel_that_runs_is_skipped_by_no_rule_and_those_before_it_have_a_r
         )
         selection = select(problem)
         tried = [family.name for family in policy.candidates(problem, "auto")]
-        packed = policy.packs_heads(problem)
-        before = tried if packed else tried[: tried.index(selection.spec.name)]
+        shared = policy.with_shared_tiles(problem)
+        before = tried if shared else tried[: tried.index(selection.spec.name)]
         assert [name for name, _ in selection.reasons] == before
-        assert packed == (selection.spec.name == "hopper/varlen")
-        if packed:
+        assert (shared is not None) == (selection.spec.name == "hopper/varlen")
+        if shared:
             continue
         family = family_named(selection.spec.name)
         assert family is not None
@@ -283,6 +283,7 @@ def test_small_problems_are_never_too_large() -> None:
         ((2, 8, 1, 17, 256, 64), {}, False),  # 10.3 and 2.7
         ((64, 8, 1, 80, 256, 256), {}, False),  # 68.9 and 35.8
         ((24, 16, 1, 256, 700, 256), {}, False),
+        ((16, 32, 4, 300, 8192, 64), {}, False),  # more queries than were measured
         ((16, 8, 8, 32, 2048, 128), {}, False),  # every head has keys of its own
         ((16, 32, 8, 1, 2048, 128), {}, False),
         ((16, 32, 8, 32, 2048, 128), {"causal": "upper_left"}, False),
@@ -302,7 +303,7 @@ def test_heads_that_share_keys_share_tiles_where_that_is_faster(
     assert found is not None
     assert found is chosen(replace(problem))
     assert found == select(problem).spec
-    assert (found.name == "hopper/varlen") == policy.packs_heads(problem) == expected
+    assert (found.name == "hopper/varlen") == (policy.with_shared_tiles(problem) is found) == expected
 
 
 @pytest.mark.parametrize(

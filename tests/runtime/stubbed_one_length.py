@@ -14,7 +14,7 @@ from stub_harness import PRIMARY, _clean, library, maps_of_last
 from microsdpa.call.masks import NONE
 from microsdpa.call.options import OPTIONS
 from microsdpa.emulate.abi import VarlenParams
-from microsdpa.emulate.run import sequence_params
+from microsdpa.emulate.sequences import sequence_params
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.hopper.varlen.spec import for_one_length
 from microsdpa.kernels.problem import MaskKind, Problem

@@ -76,7 +76,7 @@ class Explanation:
             lines.append(f"kernel     {self.spec.expression}")
             if self.spec.heads_as_queries:
                 lines.append("operands   the query heads of a key head, as the queries of one head")
-            elif self.spec.workspace_fixed_bytes or self.spec.grid_order == "clusters":
+            elif self.spec.grid_order in ("clusters", "resident"):
                 lines.append("operands   sequences of one length, whose query heads of a key head share tiles")
         if self.signature:
             lines.append(f"signature  {self.signature} ({'compiled' if self.compiled else 'not compiled yet'})")

@@ -216,6 +216,13 @@ def _narrow_values() -> Iterator[Door]:
     yield Door("sdpa", side(_sdpa), side(_torch_sdpa), case, "128 columns of value")
 
 
+def _shared_tiles() -> Iterator[Door]:
+    """Few queries whose heads share keys: kernels/policy.py, with_shared_tiles()."""
+    case = Case(8, 32, 17, 1500, 64, heads_kv=8)
+    ours, torchs = (functools.partial(call, enable_gqa=True) for call in (_sdpa, _torch_sdpa))
+    yield Door("sdpa(enable_gqa=)", Side(ours), Side(torchs), case, "tiles that heads share")
+
+
 def _previous(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of queries that have seen no key yet."""
     return torch.empty_like(query), query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
@@ -237,6 +244,7 @@ def options() -> Iterator[Door]:
         not_torchs("LSE"),
     )
     yield from _narrow_values()
+    yield from _shared_tiles()
     yield Door(
         "sdpa(continue_from=)", Side(_continued), not_torchs("output of other keys to go on from"), continued=True
     )

@@ -23,7 +23,7 @@ from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_throughput_8
 from microsdpa.kernels.hopper.varlen import spec as hopper_varlen
 from microsdpa.kernels.problem import ELEMENT, VECTOR_BYTES, Operands, Problem, capability_of
 from microsdpa.kernels.registry import ONE_LENGTH, Family, family_named
-from microsdpa.kernels.spec import MAX_GRID_YZ, Rejection
+from microsdpa.kernels.spec import MAX_GRID_YZ, KernelSpec, Rejection
 
 TILE = 64
 """Queries of a wgmma tile."""
@@ -57,9 +57,11 @@ ROWS_OF_MMA = 16
 SMS_OF_SEPARATE_HEADS, KEYS_OF_SEPARATE_HEADS = 0.45, 20e6
 """What tiles of 16 heads that share a key head have at most where they are the fastest, as measured on an H100: a part
 of the SMs, and elements of K, each tile's counted."""
+MOST_QUERIES_OF_SHARED_TILES = 256
+"""Queries up to which tiles that heads share were measured: of more, a head's own tiles are nearly full."""
 FEWEST_KEYS_OF_QUERY = 2
 """Keys for each query from which on a causal mask hides little."""
-WORTH_PACKING = 0.9
+WORTH_SHARING = 0.9
 """Part of other kernels' clocks up to which hopper/varlen is taken: the clocks are estimates."""
 HALF_EMPTY = 0.75
 """Clocks of hopper/throughput's tiles above D = 128 whose second warpgroup has no queries, in those of full ones."""
@@ -119,25 +121,30 @@ def takes_heads_as_queries(problem: Problem) -> bool:
     return busy or tiles * problem.seqlen_k * problem.head_dim > KEYS_OF_SEPARATE_HEADS
 
 
-def packs_heads(problem: Problem) -> bool:
-    """Whether hopper/varlen, whose tiles have the rows of all query heads of a key head, is expected to be faster."""
-    if problem.heads == problem.heads_kv or problem.seqlen_q == 1 or capability_of(problem.target) != (9, 0):
-        return False
+def with_shared_tiles(problem: Problem) -> KernelSpec | None:
+    """The kernel of hopper/varlen, whose tiles have the rows of all query heads of a key head, where it is faster.
+
+    That is what its clocks and those of the other kernels are expected to be; None where one of these is faster.
+    """
+    if problem.heads == problem.heads_kv or not 1 < problem.seqlen_q <= MOST_QUERIES_OF_SHARED_TILES:
+        return None
+    if capability_of(problem.target) != (9, 0):
+        return None
     further = problem.prologue is not None or problem.dropout or problem.continued or problem.value_dim > 0
     if further or problem.operands is not None or problem.varlen is not None or not problem.bulk:
-        return False
+        return None
     if problem.causal is not None and problem.seqlen_k < FEWEST_KEYS_OF_QUERY * problem.seqlen_q:
-        return False
+        return None
     if problem.mask is not None and (problem.mask.left or problem.mask.right):
-        return False  # a window leaves keys that are too few for what its tiles take at least, or enough
-    found = hopper_varlen.for_one_length(problem)
+        return None  # the keys that a window leaves may be too few for what its tiles take at least
+    found = ONE_LENGTH.specify(problem)
     if isinstance(found, Rejection) or _is_for_general(problem):
-        return False
-    return hopper_varlen.clocks(problem, found) < WORTH_PACKING * _clocks_of_heads(problem)
+        return None
+    return found if hopper_varlen.clocks(problem, found) < WORTH_SHARING * _clocks_of_heads(problem) else None
 
 
-def other_than_packed(_: Problem) -> Rejection:
-    """Why the kernels of `candidates` are not taken where packs_heads() is true."""
+def other_than_shared_tiles(_: Problem) -> Rejection:
+    """Why the kernels of `candidates` are not taken where with_shared_tiles() gives one."""
     return Rejection(
         "its tiles have the queries of one head: hopper/varlen, with those of all heads of a key head, is faster",
         "fewer heads of a key head, fewer keys or more queries",
@@ -576,7 +583,7 @@ _AUTOMATIC = {kind: _automatic(*kind) for kind in ((False, False), (True, False)
 def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
     """Kernels that `impl` admits for a problem: those of PREFERENCES for "auto", else the one of that name, or none.
 
-    ONE_LENGTH is none of PREFERENCES: packs_heads() says where it comes ahead of them.
+    ONE_LENGTH is none of PREFERENCES: with_shared_tiles() says where it comes ahead of them.
     """
     kind = problem.operands is not None, problem.varlen is not None
     if impl == "auto":

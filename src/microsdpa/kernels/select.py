@@ -9,7 +9,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import Family, KernelSpec, Rejection, oversized, policy
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem
 from microsdpa.kernels.prologue.spec import rows
-from microsdpa.kernels.registry import ONE_LENGTH, family_named
+from microsdpa.kernels.registry import family_named
 from microsdpa.kernels.spec import with_heads_as_queries
 
 
@@ -101,8 +101,8 @@ def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
         found = chosen(problem.heads_as_queries)
         if found is not None:
             return with_heads_as_queries(found)
-    if impl == "auto" and policy.packs_heads(problem):
-        return ONE_LENGTH.specify(problem)  # type: ignore[return-value]
+    if impl == "auto" and (shared := policy.with_shared_tiles(problem)):
+        return shared
     # Every family has the operands that every call has.
     further = problem.dropout or problem.value_dim or problem.continued
     plain = problem.mask is None and problem.prologue is None and not further
@@ -134,9 +134,9 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
     if impl == "auto" and policy.takes_heads_as_queries(problem) and chosen(as_queries := problem.heads_as_queries):
         found = select(as_queries)
         return replace(found, spec=with_heads_as_queries(found.spec))
-    if impl == "auto" and policy.packs_heads(problem):
-        others = tuple((family.name, policy.other_than_packed(problem)) for family in policy.candidates(problem, impl))
-        return Selection(ONE_LENGTH.specify(problem), others)  # type: ignore[arg-type]
+    if impl == "auto" and (shared := policy.with_shared_tiles(problem)):
+        reason = policy.other_than_shared_tiles(problem)
+        return Selection(shared, tuple((family.name, reason) for family in policy.candidates(problem, impl)))
     rejections: list[tuple[str, Rejection]] = []
     for family in policy.candidates(problem, impl):
         result = _refuse_operands(problem, family) or family.specify(problem)
