@@ -40,6 +40,9 @@ FORMS = {
     "one key head for 64": Form(FP16, 64, group=64, keys="dense"),
     "one key head for 64, D = 128": Form(BF16, 128, group=64, keys="dense"),
     "one key head for three": Form(BF16, 128, group=3, queries=33, keys="dense"),
+    "one key head for 19, D = 80": Form(FP16, 80, group=19, queries=12, keys="packed"),  # 114 rows of 128
+    "queries by cp.async": Form(BF16, 128, group=45, queries=6, keys="packed"),  # two whole ones are 90 rows of 128
+    "queries by cp.async, D = 80": Form(FP16, 80, group=37, queries=5, keys="dense"),
     "causal window": Form(BF16, 64, 2, 70, "dense", True, (True, False), sinks=BF16),
     "soft cap": Form(BF16, 128, 4, 70, "dense", softcap=True),
     "all masks": Form(BF16, 64, 2, 70, "dense", False, (True, True), True, True, torch.float32),
@@ -307,7 +310,7 @@ def test_ctas_share_keys_in_parts(name: str, tmp_path: Path) -> None:
     (found,) = of(case, "hopper/varlen")
     for schedule in (Schedule(0), Schedule(1, late=True, backwards=True)):
         assert wrong(case, *found, costs(tmp_path / f"{schedule.backwards}"), schedule) == ""
-    broken = costs(tmp_path / "broken", "segment.first_tile += first;", "segment.first_tile += 0;")
+    broken = costs(tmp_path / "broken", "- first), segment.first_tile += first;", "- first), segment.first_tile += 0;")
     assert wrong(case, *found, broken, Schedule(0)) != ""
 
 

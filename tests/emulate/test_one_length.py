@@ -14,7 +14,9 @@ from microsdpa import reference
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make, masks_of
 from microsdpa.kernels import KernelSpec
-from microsdpa.kernels.hopper.varlen.spec import for_one_length
+from microsdpa.kernels.hopper.varlen import spec as rules
+from microsdpa.kernels.hopper.varlen.spec import FEW, _for_one_length, for_one_length, shares_of, specification
+from microsdpa.kernels.problem import Causal, Problem
 
 CASES = [
     (Case(2, 6, 20, 100, 64, heads_kv=3, causal="lower_right"), "clusters"),  # of 40 rows, whose keys 8 CTAs share
@@ -25,7 +27,48 @@ CASES = [
     (Case(3, 4, 17, 90, 80, heads_kv=1, kind="outliers"), "resident"),
     (Case(1, 8, 3, 130, 256, heads_kv=2, dtype="bfloat16", causal="lower_right"), "resident"),
     (Case(2, 2, 40, 30, 40, heads_kv=1, causal="lower_right"), "resident"),  # the first queries see no key
+    (Case(1, 10, 13, 90, 80, heads_kv=2, scale=-0.3), "resident"),
+    (Case(1, 14, 9, 150, 64, heads_kv=2, scale=-0.2, causal="lower_right"), "clusters"),
+    (Case(1, 45, 4, 150, 128, heads_kv=1, causal="lower_right"), "resident"),  # cp.async copies queries
 ]
+
+
+def test_whole_queries_are_copied_where_they_fill_tiles() -> None:
+    """The rows of a tile are those of whole queries, of all heads of a key head; else cp.async copies them."""
+    for sizes, queries, rows in (
+        ((24, 28, 4, 16, 1024, 128), 18, 126),
+        ((2, 45, 1, 2, 1024, 128), 2, 90),  # a sequence has one tile of rows either way
+        ((2, 45, 1, 3, 1024, 128), 0, 128),
+        ((4, 71, 1, 1, 4096, 64), 1, 71),
+    ):
+        spec = for_one_length(Problem(*sizes, "float16", target="sm_90a"))
+        assert isinstance(spec, KernelSpec)
+        assert (dict(spec.template_args)["QUERIES"], spec.block_m) == (str(queries), rows)
+        assert [box.rows for box in spec.tensor_maps if box.tensor == "query"] == ([queries] if queries else [])
+
+
+@pytest.mark.parametrize("causal", [None, "lower_right"])
+@pytest.mark.parametrize(
+    ("sizes", "ctas", "shares"),
+    [
+        ((2, 4, 2, 30, 2500), 6, (4, 1, 40, 1, 27)),  # tiles of keys are numbered: four of 40 for six CTAs
+        ((1, 4, 2, 60, 1900), 7, (4, 2, 30, 3, 0)),  # twelve parts, of which five CTAs have two
+        ((1, 4, 1, 60, 1300), 19, (4, 4, 21, 4, 0)),
+    ],
+)
+def test_the_host_shares_keys_out(
+    sizes: tuple[int, int, int, int, int],
+    ctas: int,
+    shares: tuple[int, ...],
+    causal: Causal | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rules, "L2_BYTES", int(shares[-1] > 0) << 25)
+    case = Case(*(sizes[i] for i in (0, 1, 3, 4)), 64, heads_kv=sizes[2], causal=causal)
+    problem = case.problem("sm_90a")
+    spec = replace(_for_one_length(specification(problem, FEW)), max_ctas=ctas)
+    assert tuple(shares_of(spec, problem)) == shares
+    check_in_every_order(spec, problem, case, conflicts=True)
 
 
 def _specification(case: Case) -> KernelSpec:

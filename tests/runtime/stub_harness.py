@@ -22,7 +22,7 @@ PRIMARY = 0x1000
 LAUNCH_FAILED = 719
 NO_MEMORY = 0
 """The address of a tensor that a tracer shows, as torch's FakeTensor."""
-UNCHANGED = launcher.NO_CHANGED_ROWS
+UNCHANGED, NO_VARLEN = launcher.NO_CHANGED_ROWS, launcher.NO_VARLEN
 LSE_BYTES = 2 * 4 * 16 * 4
 library = launcher._library
 
@@ -51,18 +51,24 @@ def call(**changes: Any) -> list[Any]:
     return list((arguments | changes).values())
 
 
+OF_LAUNCH = 11
+"""Integers of a launch, ahead of those of its parameter."""
+
+
 def kernel(
     function: int = 0x3000, grid: tuple[int, ...] = (7, 1, 1), maps: tuple[int, ...] = (), **fields: int
 ) -> list[int]:
     """The integers of a plan's kernel, whose parameter is that of kernels with 16-bit operands.
 
-    `maps` are (operand, rows, columns, swizzle) of each of its tensor maps, which describe the operands themselves.
+    `maps` are (operand, rows, columns, swizzle, heads) of its tensor maps, which describe the operands themselves.
     """
-    flags = {"programmatic": 0, "heads_as_queries": 0, "sequence_rows": 0}
+    flags = {"programmatic": 0, "heads_as_queries": 0, "sequence_rows": 0, "sequence_keys": 0}
     rest = {"threads": 128, "shared_bytes": 4096, "cluster": 1} | flags | fields
-    boxes = [maps[i : i + 4] for i in range(0, len(maps), 4)]
+    boxes = [maps[i : i + 5] for i in range(0, len(maps), 5)]
     own = [0, 0, 0, 0]  # only_with_lse; bytes of a parameter, addresses and numbers of its own
-    return [function, *grid, *rest.values(), *own, len(boxes), *(n for box in boxes for n in (*box, *[0] * 10))]
+    launch = [function, *grid, *rest.values()]
+    assert len(launch) == OF_LAUNCH
+    return [*launch, *own, len(boxes), *(n for box in boxes for n in (*box, *[0] * 10))]
 
 
 def address_of(tensor: Any) -> int:
@@ -93,7 +99,7 @@ def register(
     kernels: list[list[int]] | None = None,
     workspace_bytes: int = 0,
     growth: tuple[int, int] = (1, 0),
-    varlen: tuple[int, int, int, int, int, int, int] = (0, 0, 0, 1, 0, 0, 0),
+    varlen: tuple[int, ...] = NO_VARLEN,
     changed: tuple[int, int, int] = UNCHANGED,
 ) -> None:
     """Register the plan of a call's arguments, whatever of them there are."""
@@ -139,7 +145,7 @@ class Map:
 
 FLOAT16, BFLOAT16, UINT8 = 6, 9, 0
 PROMOTION_256B = 3
-ALL_MAPS = (0, 64, 32, 64, 1, 80, 32, 128, 2, 16, 16, 32, 3, 8, 32, 0)
+ALL_MAPS = (0, 64, 32, 64, 0, 1, 80, 32, 128, 0, 2, 16, 16, 32, 0, 3, 8, 32, 0, 0)
 
 
 def maps_of_last(count: int = 4) -> list[Map]:

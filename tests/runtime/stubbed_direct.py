@@ -20,7 +20,7 @@ import pytest
 import torch
 import tvm_ffi
 from fake_cuda import last, record, set_context, set_integer, tensor
-from stub_harness import ADDRESSES, KV, LAUNCH_FAILED, PRIMARY, SHAPE, kernel, packed
+from stub_harness import ADDRESSES, KV, LAUNCH_FAILED, NO_VARLEN, PRIMARY, SHAPE, UNCHANGED, kernel, packed
 
 from microsdpa.runtime import direct as directs
 from microsdpa.runtime.direct import direct
@@ -46,7 +46,7 @@ def call(**changes: Any) -> list[Any]:
 
 
 def numbers(growth: tuple[int, int] = (1, 0)) -> bytes:
-    return packed(PRIMARY, 0, *growth, 0, 0, 0, 1, 0, 0, 0, -1, -1, 0, 1, *kernel())
+    return packed(PRIMARY, 0, *growth, *NO_VARLEN, *UNCHANGED, 1, *kernel())
 
 
 def register(arguments: list[Any]) -> None:

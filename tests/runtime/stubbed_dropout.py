@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_cuda import install_allocator, last, record, set_integer, tensor
-from stub_harness import PRIMARY, UNCHANGED, _clean, call, kernel, packed, register
+from stub_harness import NO_VARLEN, OF_LAUNCH, PRIMARY, UNCHANGED, _clean, call, kernel, packed, register
 from stubbed_gradients import GRAD_OUT, LSE, MADE, NAMES, OPERANDS, asked
 
 from microsdpa.call.dropout import Random, kept_of
@@ -78,10 +78,8 @@ def test_the_gradients_find_seed_and_offset() -> None:
     pointers = [number for name in names for number in (PLACES[name], OPERANDS.index(name), 0)]
     size = ctypes.sizeof(DroppedBackwardParams)
     places = _KEPT, launcher.KEPT, _KEPT_SCALE, launcher.KEPT_SCALE
-    one = [*kernel()[:10], 0, size, len(names), *pointers, 2, *places, 0]
-    library.register_gradients(
-        packed(PRIMARY, 64, 1, 0, *(0, 0, 0, 1, 0, 0, 0), *UNCHANGED, 1, *one), bytes(size), *arguments
-    )
+    one = [*kernel()[:OF_LAUNCH], 0, size, len(names), *pointers, 2, *places, 0]
+    library.register_gradients(packed(PRIMARY, 64, 1, 0, *NO_VARLEN, *UNCHANGED, 1, *one), bytes(size), *arguments)
     assert launcher.gradients(*asked()) is False
     assert launcher.gradients_dropped(*kept_of(0.75), *Random(numbers(DRAWN)), *arguments) is True
     found = DroppedBackwardParams.from_buffer_copy(bytes(last().raw))

@@ -18,6 +18,8 @@ from stub_harness import (
     KV,
     LAUNCH_FAILED,
     NO_MEMORY,
+    NO_VARLEN,
+    OF_LAUNCH,
     PRIMARY,
     SHAPE,
     UNCHANGED,
@@ -25,6 +27,7 @@ from stub_harness import (
     _clean,
     call,
     check_allocated_lse,
+    kernel,
     library,
     packed,
 )
@@ -474,9 +477,7 @@ def test_a_failed_launch_is_told(checks: list[Any]) -> None:
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(size: int, own: tuple[int, ...], words: str) -> None:
-    numbers = packed(
-        PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, *UNCHANGED, 1, 0x3000, 1, 1, 1, 128, 0, 1, 0, 0, 0, 0, *own, 0
-    )
+    numbers = packed(PRIMARY, 0, 1, 0, *NO_VARLEN, *UNCHANGED, 1, *kernel()[:OF_LAUNCH], 0, *own, 0)
     with pytest.raises(ValueError, match=words):
         library.register_plan(numbers, bytes(size), *tensors(), output(), None, 5, None)
 

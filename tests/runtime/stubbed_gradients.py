@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_cuda import install_allocator, integer, last, record, set_integer, tensor
-from stub_harness import PRIMARY, SHAPE, UNCHANGED, _clean, call, packed
+from stub_harness import NO_VARLEN, OF_LAUNCH, PRIMARY, SHAPE, UNCHANGED, _clean, call, kernel, packed
 
 from microsdpa.execution.gradients import PLACES
 from microsdpa.kernels.params import BackwardParams
@@ -48,8 +48,8 @@ def register(arguments: list[Any], workspace_bytes: int = 64) -> None:
     pointers = [number for name in NAMES for number in (PLACES[name], OPERANDS.index(name), 0)]
     numbers = (BackwardParams.forward.offset + _SCALE, launcher.SCALE_LOG2)
     own = [0, ctypes.sizeof(BackwardParams), len(NAMES), *pointers, 1, *numbers, 0]
-    kernel = [0x3000, 7, 1, 1, 128, 4096, 1, 0, 0, 0, *own]
-    integers = packed(PRIMARY, workspace_bytes, 1, 0, *(0, 0, 0, 1, 0, 0, 0), *UNCHANGED, 1, *kernel)
+    one = [*kernel()[:OF_LAUNCH], *own]
+    integers = packed(PRIMARY, workspace_bytes, 1, 0, *NO_VARLEN, *UNCHANGED, 1, *one)
     library.register_gradients(integers, bytes(ctypes.sizeof(BackwardParams)), *arguments)
 
 

@@ -11,6 +11,7 @@ from fake_cuda import KDL_BFLOAT, install_allocator, last, record, set_integer, 
 from stub_harness import (
     ADDRESSES,
     KV,
+    NO_VARLEN,
     PRIMARY,
     SHAPE,
     UNCHANGED,
@@ -32,7 +33,7 @@ from microsdpa.kernels.select import chosen
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean", "_four_maps"]
-MAPS = (0, 64, 32, 64, 1, 64, 32, 64, 2, 64, 32, 64, 3, 64, 32, 64)
+MAPS = tuple(n for operand in range(4) for n in (operand, 64, 32, 64, 0))
 
 
 def of_length(seqlen_k: int, heads: int = 2, dtype: int = 2, value_length: int | None = None, **rest: Any) -> list[Any]:
@@ -128,7 +129,7 @@ def test_plans_that_are_forgotten_grow_no_more() -> None:
 def test_a_plan_is_registered_and_launched_at_once() -> None:
     install_allocator()
     own = kernel()
-    numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, *UNCHANGED, 1, *own)
+    numbers = packed(PRIMARY, 0, 1, 0, *NO_VARLEN, *UNCHANGED, 1, *own)
     given = of_length(24, lse=True)
     launches = record.launches
     check_allocated_lse(library.register_and_launch(numbers, b"", *given), last().params.lse)
@@ -144,7 +145,7 @@ def test_numbers_that_sizes_change_may_come_by_themselves() -> None:
     function, *rest = kernel()
     given = of_length(24, lse=True)
     launches = record.launches
-    behind = packed(0, 0, 0, 1, 0, 0, 0, *UNCHANGED, 1, function)
+    behind = packed(*NO_VARLEN, *UNCHANGED, 1, function)
     parts = packed(PRIMARY, 0), 24, 30, behind, 5, 3, 2, packed(*rest[3:])
     check_allocated_lse(library.register_sized(*parts, *given), last().params.lse)
     assert (list(last().grid), last().threads, last().function) == ([5, 3, 2], 128, function)

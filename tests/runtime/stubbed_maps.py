@@ -49,6 +49,19 @@ def test_tensor_maps_describe_the_tensors_innermost_first() -> None:
     assert out == Map(0x400000, swizzle=0, sizes=q_sizes, strides=dense_q, **common, **box)
 
 
+def test_boxes_of_several_heads_have_these_beside_each_other() -> None:
+    """Such a tensor is seen as [D, H, S, B]."""
+    set_integer("stub_tensor_maps", 1)
+    try:
+        register(call(), [kernel(maps=(0, 5, 32, 64, 4))])
+        assert launcher.launch(*call())
+        (query,) = maps_of_last(1)
+    finally:
+        set_integer("stub_tensor_maps", 0)
+    assert (query.sizes, query.strides) == ((32, 4, 16, 2), (16 * 64, 64, 4 * 16 * 64))
+    assert query.box == (32, 4, 5, 1)
+
+
 @pytest.mark.usefixtures("_four_maps")
 def test_tensor_maps_are_encoded_once_and_follow_the_addresses() -> None:
     arguments = call()
@@ -105,7 +118,7 @@ def test_it_has_them_in_the_plan_of_a_longer_k_too() -> None:
 @pytest.mark.usefixtures("_four_maps")
 def test_each_kernel_of_a_plan_has_its_own_maps() -> None:
     arguments = call()
-    register(arguments, [kernel(maps=ALL_MAPS), kernel(0x4000, maps=ALL_MAPS[12:] * 4)])
+    register(arguments, [kernel(maps=ALL_MAPS), kernel(0x4000, maps=ALL_MAPS[15:] * 4)])
     launcher.launch(*arguments)
     assert {each.address for each in maps_of_last()} == {0x400000}
     assert Map.of(list(last(1).tensor_maps[0])).address == 0x100000

@@ -13,7 +13,7 @@ from stub_harness import PRIMARY, _clean, library, maps_of_last
 
 from microsdpa.call.masks import NONE
 from microsdpa.call.options import OPTIONS
-from microsdpa.emulate.abi import VarlenParams
+from microsdpa.emulate.abi import OneLengthParams, VarlenParams
 from microsdpa.emulate.sequences import sequence_params
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.hopper.varlen.spec import for_one_length
@@ -35,7 +35,7 @@ def _functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launcher, "_compiled", lambda spec, _: spec)
     monkeypatch.setattr(launcher, "load_kernel", lambda *_: (0x3000, PRIMARY))
     install_allocator()
-    set_integer("stub_raw_bytes", ctypes.sizeof(VarlenParams))
+    set_integer("stub_raw_bytes", ctypes.sizeof(OneLengthParams))
     yield
     set_integer("stub_raw_bytes", 0)
     set_integer("stub_tensor_maps", 0)
@@ -69,8 +69,15 @@ def _specification(problem: Problem) -> KernelSpec:
 
 def _check(problem: Problem, spec: KernelSpec) -> VarlenParams:
     """The latest launch has the parameter that Python makes for the emulator, and the grid of the specification."""
-    found = VarlenParams.from_buffer_copy(bytes(last().raw)[: ctypes.sizeof(VarlenParams)])
-    expected = sequence_params(spec, problem, dict(ADDRESSES), _strides(problem), NONE, problem.head_dim**-0.5)
+    raw = bytes(last().raw)
+    found = VarlenParams.from_buffer_copy(raw[: ctypes.sizeof(VarlenParams)])
+    expected: Any = sequence_params(spec, problem, dict(ADDRESSES), _strides(problem), NONE, problem.head_dim**-0.5)
+    assert isinstance(expected, OneLengthParams) == (spec.cluster == 1)
+    if isinstance(expected, OneLengthParams):
+        shares = OneLengthParams.from_buffer_copy(raw[: ctypes.sizeof(OneLengthParams)])
+        for name, _ in OneLengthParams._fields_[1:]:
+            assert getattr(shares, name) == getattr(expected, name), name
+        expected = expected.call
     for name in ("lse", "workspace", "arrivals", "slopes", "sinks", "softcap_log2"):  # there is no soft cap
         setattr(expected, name, getattr(found, name))
     for name, _ in VarlenParams._fields_:
@@ -103,15 +110,17 @@ def test_the_parameter_is_that_of_sequences(name: str) -> None:
     assert params.lse
     assert (params.part_heads > 0) == (name in ("keys that CTAs may share", "columns that are filled up"))
     assert bool(params.workspace) == (spec.cluster == 1)
-    boxes = maps_of_last(len(spec.tensor_maps))
-    assert [box.address for box in boxes] == [ADDRESSES["key"], ADDRESSES["value"]] * (len(boxes) // 2)
-    assert {box.sizes[1:] for box in boxes} == {(problem.seqlen_k, problem.heads_kv, problem.batch)}
+    for box, made in zip(spec.tensor_maps, maps_of_last(len(spec.tensor_maps)), strict=True):
+        assert made.address == ADDRESSES[box.tensor]
+        of_query = (problem.heads, problem.seqlen_q, problem.batch)
+        of_keys = (problem.seqlen_k, problem.heads_kv, problem.batch)
+        assert made.sizes[1:] == (of_query if box.tensor == "query" else of_keys)
 
 
 def test_scratch_memory_is_that_of_the_kernel() -> None:
     problem = PROBLEMS["many tiles"]
     spec = _specification(problem)
-    set_integer("stub_tensor_maps", 2)
+    set_integer("stub_tensor_maps", len(spec.tensor_maps))
     launcher.prepare(problem, spec, _call(problem))
     assert launcher.launch(*_call(problem)) is True
     assert integer("stub_last_bytes") == spec.workspace_bytes(problem) == spec.workspace_fixed_bytes > 0
@@ -121,7 +130,7 @@ def test_masks_are_filled_in() -> None:
     kind = MaskKind(left=True, softcap=True, alibi=True, sinks="float16")
     problem = replace(PROBLEMS["keys that CTAs may share"], mask=kind)
     spec = _specification(problem)
-    set_integer("stub_tensor_maps", 2)
+    set_integer("stub_tensor_maps", len(spec.tensor_maps))
     slopes = tensor((4, 32), SLOPES, bits=32, code=KDL_FLOAT, strides=(32, 1))
     sinks = tensor((32,), SINKS, code=KDL_FLOAT, strides=(3,))
     given = _call(problem, (None, slopes, sinks, 77, -1, 5.0))

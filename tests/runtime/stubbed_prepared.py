@@ -16,6 +16,7 @@ from stub_harness import (
     KV,
     LAUNCH_FAILED,
     MISSES,
+    OF_LAUNCH,
     PRIMARY,
     SHAPE,
     _clean,
@@ -273,7 +274,7 @@ def test_threads_launch_while_plans_come_and_go() -> None:
 def test_threads_share_a_plan_and_none_sees_the_addresses_of_another() -> None:
     """The stub counts maps whose address is not that of the launch's parameters (`torn`)."""
     first = call()
-    register(first, [kernel(maps=(0, 64, 32, 64, 1, 64, 32, 64, 2, 64, 32, 64, 3, 64, 32, 64))])
+    register(first, [kernel(maps=tuple(n for operand in range(4) for n in (operand, 64, 32, 64, 0)))])
     launch = prepared(first)
     before, failures = record.torn, []
 
@@ -305,14 +306,14 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
 @pytest.mark.parametrize(
     ("kernels", "words"),
     [
-        ([[1, 2]], "expected more than 17 integers"),
-        ([kernel(maps=(0, 64, 64, 128))[:-1]], "expected more than 43 integers"),
+        ([[1, 2]], "expected more than 18 integers"),
+        ([kernel(maps=(0, 64, 64, 128, 0))[:-1]], "expected more than 46 integers"),
         ([[*kernel(), *(1, 9, 0), *(2, 1, 1, 64, 0, 0), 0]], "expected no more after 1 kernels"),
         ([[*kernel(), *(1, 9, 0), *(2, 1, 1, 64, 0)]], "expected more than"),
         ([[*kernel(), *(1, 9, 0), *(2, 1, 0, 64, 0, 0)]], "expected rows of a tile"),
-        ([kernel(maps=(0, 64, 64, 128) * 9)], "expected at most 8 tensor maps, got 9"),
+        ([kernel(maps=(0, 64, 64, 128, 0) * 9)], "expected at most 8 tensor maps, got 9"),
         ([kernel()] * 9, "expected at most 8 kernels, got 9"),
-        ([kernel(maps=(33, 64, 64, 128))], "expected an operand below 33, got 33"),
+        ([kernel(maps=(33, 64, 64, 128, 0))], "expected an operand below 33, got 33"),
     ],
 )
 def test_a_plan_of_other_integers_is_refused(kernels: list[list[int]], words: str) -> None:
@@ -332,7 +333,7 @@ def test_a_plan_without_a_call_is_refused() -> None:
 
 def test_a_tensor_map_that_cannot_be_is_refused() -> None:
     with pytest.raises(RuntimeError, match="swizzle of 0, 32, 64 or 128 bytes, got 16"):
-        register(call(), [kernel(maps=(0, 64, 64, 16))])
+        register(call(), [kernel(maps=(0, 64, 64, 16, 0))])
     assert library.plan_count() == 0
 
 
@@ -343,7 +344,7 @@ def test_a_plan_of_tensors_that_cannot_launch_is_refused() -> None:
 
 def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
     params = bytes(range(1, 201)) + bytes(200)
-    integers = packed(PRIMARY, *kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000)[:10], 0)
+    integers = packed(PRIMARY, *kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000)[:OF_LAUNCH], 0)
     library.launch_one(0xABC, integers, params)
     found = last()
     assert found.stream == 0xABC
@@ -353,7 +354,7 @@ def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
     assert list(found.cluster) == [2, 1, 1]
     given = bytes(found.params)
     assert given == params[: len(given)]
-    with pytest.raises(ValueError, match="expected more than 11 integers"):
+    with pytest.raises(ValueError, match="expected more than 12 integers"):
         library.launch_one(0, integers[:-8], params)
     set_integer("stub_error", LAUNCH_FAILED)
     with pytest.raises(RuntimeError, match="the stub was told to fail"):

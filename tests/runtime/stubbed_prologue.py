@@ -134,7 +134,7 @@ ROWS = (0, 0x2000, 0x3000)
 
 def test_a_kernel_ahead_leaves_rows_that_the_others_read() -> None:
     arguments = prologued()
-    register(arguments, [kernel(0x3000), kernel(0x4000, maps=(0, 64, 32, 64))], 0x4000, changed=ROWS)
+    register(arguments, [kernel(0x3000), kernel(0x4000, maps=(0, 64, 32, 64, 0))], 0x4000, changed=ROWS)
     assert launcher.launch(*arguments) is True
     ahead = ProloguedParams.from_buffer_copy(bytes(last(1).raw))
     attention = Params.from_buffer_copy(bytes(last().raw))

@@ -19,7 +19,7 @@ from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.ranges import SizeRange, range_of
 from microsdpa.kernels.select import chosen
-from microsdpa.kernels.spec import VARLEN_PARAMS
+from microsdpa.kernels.spec import ONE_LENGTH_PARAMS, VARLEN_PARAMS
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean"]
@@ -100,7 +100,7 @@ def launched(call: list[Any], spec: KernelSpec) -> list[bytes]:
     found = [Launch.from_buffer_copy(record.history[i % len(record.history)]) for i in range(before, record.launches)]
     for launch in found:
         launch.params.workspace = 1 if launch.params.workspace else 0
-        if spec.params == VARLEN_PARAMS:  # every captured launch has counters of its own
+        if spec.params in (VARLEN_PARAMS, ONE_LENGTH_PARAMS):  # every captured launch has counters of its own
             ctypes.memset(ctypes.byref(launch.params, VarlenParams.arrivals.offset), 0, 8)
     return [*map(bytes, found), integer("stub_last_bytes").to_bytes(8, "little", signed=True)]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import tvm_ffi
 from fake_cuda import AWAIT_VALUE, COPY, LAUNCH, WRITE, forget_operations, operations, set_integer
-from stub_harness import PRIMARY, kernel, packed
+from stub_harness import NO_VARLEN, PRIMARY, UNCHANGED, kernel, packed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,7 +104,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         """The launch of a call, which makes its plan."""
         result = launch(*arguments)
         if result is None:
-            numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, -1, -1, 0, 1, *kernel())
+            numbers = packed(PRIMARY, 0, 1, 0, *NO_VARLEN, *UNCHANGED, 1, *kernel())
             library.register_plan(numbers, b"", *arguments)
             result = launch(*arguments)
         return result

@@ -168,7 +168,7 @@ def register(given: Given, function: int = FUNCTION) -> None:
     """Register the plan that Python makes for a call, with a function in place of its kernels'."""
     expected = given.expected()
     spec = expected[-1].spec
-    kernels = [(function, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 0, 0, 8, 0, 0, 0) for one in expected]
+    kernels = [(function, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 0, 0, 0, 8, 0, 0, 0) for one in expected]
     boxes = launcher.boxes_of(spec)
     launch = spec.block_m, spec.max_ctas, varlen_kernel(spec).workspace_bytes(spec), spec.cluster, *boxes
     numbers = packed(PRIMARY, 0, 1, 0, *launch, *UNCHANGED, len(kernels), *(n for one in kernels for n in one))
@@ -333,7 +333,7 @@ def test_tensor_maps_of_every_call(name: str) -> None:
     given = CASES[name]
     register(given)
     spec = given.expected()[-1].spec
-    assert len(spec.tensor_maps) == (4 if "narrow" in name else 2)
+    assert len(spec.tensor_maps) == (6 if "narrow" in name else 3)
     set_integer("stub_tensor_maps", len(spec.tensor_maps))
     try:
         assert launcher.launch(*given.call()) is not None
@@ -342,12 +342,18 @@ def test_tensor_maps_of_every_call(name: str) -> None:
         set_integer("stub_tensor_maps", 0)
     pages, page, heads, head_dim = given.key
     patterns = {32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle
-    addresses = {"key": latest().key, "value": latest().value}
+    addresses = {"query": latest().query, "key": latest().key, "value": latest().value}
+    rows = given.query if len(given.query) == 4 else (1, *given.query)
     for box, made in zip(spec.tensor_maps, found, strict=True):
         assert made.address == addresses[box.tensor]
-        assert made.sizes == (head_dim, page, heads, pages)
-        assert made.box == (box.columns, box.rows, 1, 1)
         assert made.swizzle == patterns[box.swizzle]
+        if box.tensor == "query":
+            assert made.sizes == (head_dim, rows[2], rows[1], rows[0])
+            assert made.box == (box.columns, rows[2] // heads, box.rows, 1)
+            assert made.strides[0] == 2 * head_dim
+        else:
+            assert made.sizes == (head_dim, page, heads, pages)
+            assert made.box == (box.columns, box.rows, 1, 1)
 
 
 TURNED = {

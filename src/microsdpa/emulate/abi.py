@@ -38,6 +38,15 @@ class VarlenParams(ctypes.Structure):
     )
 
 
+class OneLengthParams(ctypes.Structure):
+    """OneLengthParams of kernels/common/varlen_params.cuh."""
+
+    _fields_ = (
+        ("call", VarlenParams),
+        *((name, ctypes.c_int32) for name in ("units", "row_tiles", "key_tiles", "parts", "each")),
+    )
+
+
 class AppendParams(ctypes.Structure):
     """AppendParams of kernels/common/varlen_params.cuh."""
 
@@ -87,7 +96,8 @@ class TensorView(ctypes.Structure):
         ("strides", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in ("box_columns", "box_rows", "swizzle", "element_bytes")),
         ("magic", ctypes.c_uint64),
-        ("unused", ctypes.c_uint64 * 3),
+        ("box_heads", ctypes.c_int64),
+        ("unused", ctypes.c_uint64 * 2),
     )
 
 

@@ -34,7 +34,7 @@ from microsdpa.kernels.params import (
     PrologueParams,
 )
 from microsdpa.kernels.problem import Problem
-from microsdpa.kernels.spec import VARLEN_PARAMS, ChangedRows
+from microsdpa.kernels.spec import ONE_LENGTH_PARAMS, VARLEN_PARAMS, ChangedRows
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
 
@@ -206,16 +206,17 @@ def launch(
 def _view(box: TensorMap, tensor: torch.Tensor, address: int) -> abi.TensorView:
     """What the emulator's bulk copies take for a CUtensorMap."""
     size = tensor.element_size()
-    batch, heads, rows, columns = tensor.shape
+    dims = (3, 1, 2, 0) if box.heads else (3, 2, 1, 0)
     return abi.TensorView(
         address=address,
-        sizes=(columns, rows, heads, batch),
-        strides=tuple(tensor.stride(dim) * size for dim in (2, 1, 0)),
+        sizes=tuple(tensor.shape[dim] for dim in dims),
+        strides=tuple(tensor.stride(dim) * size for dim in dims[1:]),
         box_columns=box.columns,
         box_rows=box.rows,
         swizzle=box.swizzle,
         element_bytes=size,
         magic=abi.TensorView.MAGIC,
+        box_heads=box.heads,
     )
 
 
@@ -457,7 +458,7 @@ def attention(
     scratch_bytes = places[-1] + max(stage.workspace_bytes(problem) for stage in spec.stages)
     scratch = torch.full((scratch_bytes,), SCRATCH_BYTE, dtype=torch.uint8, device="cpu")
     own = scratch[places[-1] :]
-    of_sequences = spec.params == VARLEN_PARAMS
+    of_sequences = spec.params in (VARLEN_PARAMS, ONE_LENGTH_PARAMS)
     counters = torch.zeros(abi.ARRIVALS if of_sequences else 1, dtype=torch.int32, device="cpu")
     if spec.counts:
         own = counters
@@ -500,7 +501,7 @@ def attention(
         if kind == _PROLOGUED:
             assert changed is not None
             return ProloguedParams(params(addresses, "microsdpa::MaskedParams", operands), changed.params(addresses))
-        if kind == VARLEN_PARAMS:
+        if kind in (VARLEN_PARAMS, ONE_LENGTH_PARAMS):
             own = {name: tensor.stride() for name, tensor in (operands | present).items()}
             return sequence_params(spec, problem, addresses, own, masks, factor)
         filled = Params.of(seen, diagonal, factor)

@@ -8,8 +8,10 @@ import math
 from microsdpa.call.masks import Masks
 from microsdpa.emulate import abi
 from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.hopper.varlen.spec import shares_of
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.registry import varlen_kernel
+from microsdpa.kernels.spec import VARLEN_PARAMS
 
 
 def sequence_params(
@@ -19,8 +21,8 @@ def sequence_params(
     strides: dict[str, tuple[int, ...]],
     masks: Masks,
     scale: float,
-) -> abi.VarlenParams:
-    """VarlenParams of a call whose sequences have one length each.
+) -> abi.VarlenParams | abi.OneLengthParams:
+    """The parameter of a call whose sequences have one length each: that of the specification.
 
     runtime/sequences.h fills it so. `strides` are those of Q, K, V and O, and of slopes and sinks where there are some.
     """
@@ -51,4 +53,6 @@ def sequence_params(
         params.slope_batch_stride, params.slope_head_stride = strides["slopes"]
     if "sinks" in strides:
         (params.sink_head_stride,) = strides["sinks"]
-    return params
+    if spec.params == VARLEN_PARAMS:
+        return params
+    return abi.OneLengthParams(params, *shares_of(spec, problem))

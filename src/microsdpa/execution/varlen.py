@@ -234,7 +234,7 @@ def emulate(
         inputs |= sequences.appended
         outputs |= {name: inputs.pop(name) for name in ("key", "value")}
     if spec.tensor_maps:
-        inputs |= {name: _rows_last(inputs[name]) for name in ("key", "value")}
+        inputs |= {name: _rows_last(inputs[name]) for name in {box.tensor for box in spec.tensor_maps}}
     grid = varlen_kernel(spec).grid_of(spec, problem, sequences.queries(query))
     # All bits set are NaN in every type: what is read before it is written shows in the output.
     workspace = torch.full((varlen_kernel(spec).workspace_bytes(spec),), 0xFF, dtype=torch.uint8, device="cpu")
@@ -247,7 +247,7 @@ def emulate(
 
 
 def _rows_last(cache: torch.Tensor) -> torch.Tensor:
-    """Keys or values as bulk copies see them: [pages or B, H_kv, rows, D]."""
+    """Queries, keys or values as bulk copies see them: [pages or B, H, rows, D]."""
     return (cache if cache.dim() == 4 else cache[None]).transpose(1, 2)
 
 

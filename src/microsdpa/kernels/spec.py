@@ -15,6 +15,8 @@ EIGHT_BIT_PARAMS = "microsdpa::EightBitParams"
 """First parameter of the kernels with 8-bit operands."""
 VARLEN_PARAMS = "microsdpa::VarlenParams"
 """That of kernels for sequences of many lengths."""
+ONE_LENGTH_PARAMS = "microsdpa::OneLengthParams"
+"""That of the same kernels where all sequences have one length."""
 SCALED_PARAMS = "microsdpa::hopper::latency::Scaled<microsdpa::AttentionParams>"
 SCALED_MASKED_PARAMS = "microsdpa::hopper::latency::Scaled<microsdpa::MaskedParams>"
 """Those of kernels for 16 bits with policies for 8-bit operands, without masks and with them."""
@@ -104,24 +106,37 @@ def refused_head_dim(head_dim: int, known: Iterable[int], listed: str = "") -> R
     return Rejection(f"head_dim {head_dim} is not {listed}", f"head_dim {nearest}", nearest)
 
 
+MappedTensor = Literal["query", "key", "value", "out", "attn_mask", "grad_out", "grad_query", "grad_key", "grad_value"]
+"""What a tensor map describes."""
+
+
 @dataclass(frozen=True)
 class TensorMap:
     """A bulk-copy descriptor (CUtensorMap) that the kernel gets for one tensor, after its parameters.
 
-    The tensor is seen as [D, S, H, B], innermost first; a box is `columns` elements of `rows` rows of one head.
-    Elements outside the tensor read as zeros and are not written.
+    The tensor is seen as [D, S, H, B], innermost first; a box is `columns` elements of `rows` rows of one head. Or it
+    is seen as [D, H, S, B], and a box has so many `heads` of each of its rows. Elements outside the tensor read as
+    zeros and are not written.
 
     Attributes:
         tensor: "query", "key", "value", "out", "attn_mask", "grad_out", "grad_key" or "grad_value".
         rows: rows of a box.
         columns: elements of a row of the box; columns * element size is at most `swizzle` bytes when there is one.
         swizzle: bytes of the shared-memory pattern: 0 (none), 32, 64 or 128.
+        heads: neighbouring heads of a box that has several; 0 where it has one.
     """
 
-    tensor: Literal["query", "key", "value", "out", "attn_mask", "grad_out", "grad_query", "grad_key", "grad_value"]
+    tensor: MappedTensor
     rows: int
     columns: int
     swizzle: int = 128
+    heads: int = 0
+
+    def __repr__(self) -> str:
+        """Its fields, as signatures of kernels have them: without `heads` where there are none."""
+        fields = {"tensor": self.tensor, "rows": self.rows, "columns": self.columns, "swizzle": self.swizzle}
+        fields |= {"heads": self.heads} if self.heads else {}
+        return f"TensorMap({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ struct KernelLaunch {
   unsigned grid[3];
   unsigned threads;
   unsigned shared_bytes;
-  unsigned cluster;        // CTAs of a cluster, along x
-  bool programmatic;       // it waits itself for the kernel ahead of it (programmatic dependent launch)
-  bool heads_as_queries;   // its operands are those of heads_as_queries() in standard_params.h
-  unsigned sequence_rows;  // of a tile of a kernel whose parameter is that of sequences.h; 0 for others
+  unsigned cluster;       // CTAs of a cluster, along x
+  bool programmatic;      // it waits itself for the kernel ahead of it (programmatic dependent launch)
+  bool heads_as_queries;  // its operands are those of heads_as_queries() in standard_params.h
+  // Of the tiles of a kernel whose parameter is that of sequences.h; 0 for others.
+  unsigned sequence_rows, sequence_keys;
   std::vector<EncodedTensorMap> tensor_maps;  // at most MAX_TENSOR_MAPS, arguments after the parameters
 
   static constexpr std::size_t MAX_TENSOR_MAPS = 8;

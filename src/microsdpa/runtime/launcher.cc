@@ -285,7 +285,7 @@ std::shared_ptr<const Plan> register_plan(Integers integers, const ffi::Bytes& p
   plan->varlen.block_m = integers.next(), plan->varlen.ctas = integers.next();
   plan->varlen.workspace_bytes = integers.next(), plan->varlen.cluster = integers.next();
   plan->varlen.box_rows = integers.next(), plan->varlen.box_columns = integers.next();
-  plan->varlen.tail_columns = integers.next();
+  plan->varlen.tail_columns = integers.next(), plan->varlen.box_queries = integers.next();
   plan->changed.query = integers.next(), plan->changed.key = integers.next(), plan->changed.bytes = integers.next();
   const std::size_t kernels = integers.count(8, "kernels");
   const char* at = params.data();

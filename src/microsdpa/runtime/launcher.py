@@ -22,7 +22,7 @@ from microsdpa.kernels.params import Params
 from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.kernels.ranges import SizeRange
 from microsdpa.kernels.registry import varlen_kernel
-from microsdpa.kernels.spec import VARLEN_PARAMS, ChangedRows
+from microsdpa.kernels.spec import ONE_LENGTH_PARAMS, VARLEN_PARAMS, ChangedRows
 from microsdpa.runtime.direct import direct
 from microsdpa.runtime.ffi import tvm_ffi
 
@@ -324,7 +324,7 @@ They are the softmax's scale, the same and the soft cap times log2(e), and the f
 """
 NO_LENGTHS = 1, 0
 """First and last length of K of a plan that is for no other sizes than its own."""
-NO_VARLEN = 0, 0, 0, 1, 0, 0, 0
+NO_VARLEN = 0, 0, 0, 1, 0, 0, 0, 0
 NO_CHANGED_ROWS = ChangedRows.AS_IT_IS, ChangedRows.AS_IT_IS, 0
 
 
@@ -371,8 +371,10 @@ def _packed(integers: list[int]) -> bytes:
 
 def _launch_integers(function: int, spec: KernelSpec, grid: Grid) -> list[int]:
     flags = int(spec.programmatic), int(spec.heads_as_queries)
-    rows = spec.block_m if spec.params == VARLEN_PARAMS else 0
-    return [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, *flags, rows]
+    of_sequences = spec.params in (VARLEN_PARAMS, ONE_LENGTH_PARAMS)
+    rows = spec.block_m if of_sequences else 0
+    keys = int(dict(spec.template_args).get("BLOCK_N", 0)) if of_sequences else 0
+    return [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, *flags, rows, keys]
 
 
 _WHOLE = (0,) * 10
@@ -382,7 +384,7 @@ def _map_integers(spec: KernelSpec, maps: Sequence[Mapped], places: Sequence[tup
     """Of a specification's tensor maps; `places` are the operand of each and the bytes from its start to the array."""
     found = [len(spec.tensor_maps)]
     for i, (box, (operand, offset)) in enumerate(zip(spec.tensor_maps, places, strict=True)):
-        found += (operand, box.rows, box.columns, box.swizzle)
+        found += (operand, box.rows, box.columns, box.swizzle, box.heads)
         found += (offset, maps[i].element_bytes, *maps[i].shape, *maps[i].strides) if maps else _WHOLE
     return found
 
@@ -392,7 +394,7 @@ def register(
     kernels: Sequence[PlannedKernel],
     target: str,
     workspace_bytes: int = 0,
-    varlen: tuple[int, int, int, int, int, int, int] = NO_VARLEN,
+    varlen: tuple[int, int, int, int, int, int, int, int] = NO_VARLEN,
 ) -> None:
     """Compile and load kernels, and register the plan that `launch` finds for these validated arguments.
 
@@ -555,10 +557,15 @@ def prepare_varlen(problem: Problem, specs: Sequence[KernelSpec], call: Call) ->
     )
 
 
-def boxes_of(spec: KernelSpec) -> tuple[int, int, int]:
-    """Rows and columns of the boxes of K and V, and columns of further, narrow ones; zeros for none."""
-    wide, narrow = spec.tensor_maps[:1], spec.tensor_maps[2:3]
-    return wide[0].rows if wide else 0, wide[0].columns if wide else 0, narrow[0].columns if narrow else 0
+def boxes_of(spec: KernelSpec) -> tuple[int, int, int, int]:
+    """Rows and columns of the boxes of K and V, columns of further, narrow ones, and queries of those of Q.
+
+    Zeros stand for none.
+    """
+    keys = [box for box in spec.tensor_maps if box.tensor == "key"]
+    queries = [box.rows for box in spec.tensor_maps if box.tensor == "query"]
+    rows, columns = (keys[0].rows, keys[0].columns) if keys else (0, 0)
+    return rows, columns, keys[1].columns if len(keys) > 1 else 0, queries[0] if queries else 0
 
 
 def launch_one(

@@ -98,8 +98,9 @@ struct SizeRange {
 // most CTAs that share all keys, bytes of scratch memory that these leave partial outputs in, and CTAs of a cluster.
 // `box_rows` and `box_columns` are those of the tensor maps of K and V, for a kernel of CTAs that stay and count what
 // they take; 0 for one without. `tail_columns` are those of two further maps, of the tiles' last columns; 0 for none.
+// `box_queries` are those of maps of Q, whose boxes have all heads of a key head; 0 for none.
 struct VarlenLaunch {
-  std::int64_t block_m, ctas, workspace_bytes, cluster, box_rows, box_columns, tail_columns;
+  std::int64_t block_m, ctas, workspace_bytes, cluster, box_rows, box_columns, tail_columns, box_queries;
 };
 
 // Scratch memory in which the first kernel of a plan leaves Q and K with their norms and rotary embedding, and the

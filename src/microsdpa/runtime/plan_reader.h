@@ -47,7 +47,7 @@ class Integers {
 };
 
 // A kernel's function, grid, threads, bytes of shared memory, cluster, whether its launch is programmatic, whether it
-// has heads as queries, and the rows of its tiles where it is for sequences of many lengths.
+// has heads as queries, and the rows and keys of its tiles where it is for sequences of many lengths.
 inline KernelLaunch read_launch(Integers& integers) {
   KernelLaunch kernel{};
   kernel.function = reinterpret_cast<CUfunction>(integers.next());
@@ -58,6 +58,7 @@ inline KernelLaunch read_launch(Integers& integers) {
   kernel.programmatic = integers.next() != 0;
   kernel.heads_as_queries = integers.next() != 0;
   kernel.sequence_rows = static_cast<unsigned>(integers.next());
+  kernel.sequence_keys = static_cast<unsigned>(integers.next());
   return kernel;
 }
 
@@ -73,14 +74,15 @@ inline Sizing read_sizing(Integers& integers) {
   return sizing;
 }
 
-// A tensor map: its operand, the box's rows, columns and swizzle, the bytes from the operand's start to an array, that
-// array's element bytes, shape and strides in elements. No element bytes stand for the operand as it is.
+// A tensor map: its operand, the box's rows, columns, swizzle and heads, the bytes from the operand's start to an
+// array, that array's element bytes, shape and strides in elements. No element bytes stand for the operand as it is.
 inline EncodedTensorMap read_tensor_map(Integers& integers, const Addresses& addresses, const TensorKey* operands) {
   TensorMapSpec spec{};
   spec.operand = integers.operand(OPERANDS);
   spec.rows = static_cast<unsigned>(integers.next());
   spec.columns = static_cast<unsigned>(integers.next());
   spec.swizzle = static_cast<unsigned>(integers.next());
+  spec.heads = static_cast<unsigned>(integers.next());
   spec.offset = static_cast<std::uintptr_t>(integers.next());
   const std::int64_t bytes = integers.next();
   TensorKey array{};

@@ -1,9 +1,11 @@
-// Tensor maps: descriptors of [B, H, S, D] tensors for the copy engine, seen as [D, S, H, B], innermost first.
+// Tensor maps: descriptors of [B, H, S, D] tensors for the copy engine, seen as [D, S, H, B], innermost first, or,
+// where a box has several heads, as [D, H, S, B].
 #pragma once
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "../kernels/prelude.cuh"
 #include "driver.h"
@@ -18,6 +20,7 @@ struct TensorMapSpec {
   int operand;
   unsigned rows, columns, swizzle;
   std::uintptr_t offset;
+  unsigned heads;  // of a box that has several; 0 where it has one
 };
 
 // A tensor map as it was encoded for the first call of a plan.
@@ -63,7 +66,12 @@ inline EncodedTensorMap encode_tensor_map(const Driver& driver, const TensorMapS
     const bool used = sizes[i + 1] > 1;
     strides[i] = used ? static_cast<cuuint64_t>(tensor.strides[2 - i]) * bytes : (sizes[0] * bytes + 15) / 16 * 16;
   }
-  const cuuint32_t box[RANK] = {spec.columns, spec.rows, 1, 1}, steps[RANK] = {1, 1, 1, 1};
+  cuuint32_t box[RANK] = {spec.columns, spec.rows, 1, 1};
+  const cuuint32_t steps[RANK] = {1, 1, 1, 1};
+  if (spec.heads) {
+    std::swap(sizes[1], sizes[2]), std::swap(strides[0], strides[1]);
+    box[1] = spec.heads, box[2] = spec.rows;
+  }
   address += spec.offset;
   EncodedTensorMap encoded{{}, address, spec};
   driver.check(

@@ -402,10 +402,10 @@ inline int varlen_lse_shape(const Call& call, std::int64_t (&shape)[3]) {
   return shape[0] = p.batch, shape[1] = p.heads, shape[2] = p.most_queries, 3;
 }
 
-// The tensor map of a cache, or of packed or dense keys, as [D, rows, H_kv, pages or batch entries]; `box_columns` are
-// those of a box.
-inline CUtensorMap varlen_map(const DLTensor& tensor, const VarlenLaunch& launch, std::int64_t box_columns) {
-  const Strides strides = row_strides(tensor);
+// The tensor map of packed or dense rows, or of a cache, as [B or pages, H, rows, D]: of `tensor`, or of what lies with
+// such strides at an address in its place.
+inline CUtensorMap varlen_map(const DLTensor& tensor, const Strides& strides, std::uintptr_t address,
+                              const TensorMapSpec& spec) {
   const int row = tensor.ndim - 3;
   TensorKey array{};
   const std::int64_t shape[4] = {row ? tensor.shape[0] : 1, tensor.shape[row + 1], tensor.shape[row],
@@ -414,10 +414,34 @@ inline CUtensorMap varlen_map(const DLTensor& tensor, const VarlenLaunch& launch
   array.strides[0] = strides.batch, array.strides[1] = strides.head, array.strides[2] = strides.row;
   array.strides[3] = 1;
   array.dtype_and_device = TensorKey::pack(tensor.dtype, tensor.device);
-  const unsigned columns = static_cast<unsigned>(box_columns);
-  const TensorMapSpec spec{KEY, static_cast<unsigned>(launch.box_rows), columns, 2 * columns, 0};
-  return encode_tensor_map(driver(), spec, array, address(tensor)).map;
+  return encode_tensor_map(driver(), spec, array, address).map;
 }
+
+// The tensor maps of a call, in the kernel's order: panels of K and V, their tails, a panel of Q and its tail.
+struct VarlenMaps {
+  CUtensorMap maps[6];
+  const CUtensorMap* own[7] = {};  // behind the last one is a null pointer
+
+  VarlenMaps(const Call& call, const VarlenLaunch& launch) {
+    const VarlenParams& p = call.varlen.call;
+    const DLTensor &key = *call.keys_and_values[0], &value = *call.keys_and_values[1];
+    const unsigned widths[2] = {static_cast<unsigned>(launch.box_columns), static_cast<unsigned>(launch.tail_columns)};
+    const auto heads = static_cast<unsigned>(launch.box_queries ? p.heads / p.heads_kv : 0);
+    int count = 0;
+    const auto add = [&](const DLTensor& tensor, const Strides& strides, const void* at, const TensorMapSpec& spec) {
+      maps[count] = varlen_map(tensor, strides, reinterpret_cast<std::uintptr_t>(at), spec);
+      own[count] = maps + count, ++count;
+    };
+    for (const unsigned columns : widths) {
+      const TensorMapSpec spec{KEY, static_cast<unsigned>(launch.box_rows), columns, 2 * columns, 0, 0};
+      if (columns) add(key, p.key_strides, p.key, spec), add(value, p.value_strides, p.value, spec);
+    }
+    for (const unsigned columns : widths) {
+      const TensorMapSpec spec{QUERY, static_cast<unsigned>(launch.box_queries), columns, 2 * columns, 0, heads};
+      if (columns && heads) add(*call.query, p.query_strides, p.query, spec);
+    }
+  }
+};
 
 // The threads of the kernel that appends, each with 16 bytes.
 constexpr int APPEND_THREADS = 128;
@@ -461,14 +485,6 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
       workspace.emplace(bytes, *call.query, plan.context, stream);
       params.workspace = reinterpret_cast<void*>(workspace->address());
     }
-    CUtensorMap maps[4];
-    const CUtensorMap* own[5] = {};
-    if (plan.varlen.box_rows) {
-      for (int i = 0; i < (plan.varlen.tail_columns ? 4 : 2); ++i) {
-        const std::int64_t columns = i < 2 ? plan.varlen.box_columns : plan.varlen.tail_columns;
-        maps[i] = varlen_map(*call.keys_and_values[i % 2], plan.varlen, columns), own[i] = maps + i;
-      }
-    }
     if (divides_keys || plan.varlen.box_rows)
       params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));
     if (appends_ahead) {
@@ -482,8 +498,10 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
         params.query_strides = {params.query_offsets ? 0 : params.most_queries * row, head_dim, row};
       }
     }
+    std::optional<VarlenMaps> maps;
+    if (plan.varlen.box_rows) maps.emplace(call, plan.varlen);
     // The parameter of a kernel that appends begins with that of one that does not.
-    plan.kernels.back().launch.issue(driver(), stream, &call.varlen, call.addresses, ctas, own);
+    plan.kernels.back().launch.issue(driver(), stream, &call.varlen, call.addresses, ctas, maps ? maps->own : nullptr);
   });
   return lse.result();
 }

@@ -17,14 +17,15 @@ constexpr int RANK_SHIFT = 24;  // an address in a cluster: the CTA's rank above
 // Where in global memory the element of a box lies that is `at` bytes into it, or nothing outside the tensor.
 std::optional<std::uintptr_t> element_address(const TensorView& view, BoxOrigin origin, std::size_t at) {
   const auto pitch = static_cast<std::size_t>(view.box_columns * view.element_bytes);
-  const std::int64_t row = origin.row + static_cast<std::int64_t>(at / pitch);
+  const auto within = static_cast<std::int64_t>(at / pitch);
+  const std::int64_t row = origin.row + within % view.inner_rows(), head = origin.head + within / view.inner_rows();
   const std::int64_t column = origin.column + static_cast<std::int64_t>(at % pitch) / view.element_bytes;
-  const std::int64_t position[] = {column, row, origin.head, origin.batch};
+  const std::int64_t position[] = {column, row, head, origin.batch};
   for (int axis = 0; axis < 4; ++axis) {
     if (position[axis] < 0 || position[axis] >= view.sizes[axis]) return std::nullopt;
   }
   return view.address + static_cast<std::uintptr_t>(column * view.element_bytes + row * view.strides[0] +
-                                                    origin.head * view.strides[1] + origin.batch * view.strides[2]);
+                                                    head * view.strides[1] + origin.batch * view.strides[2]);
 }
 
 // Where in shared memory the 16 bytes of an unswizzled address lie.
@@ -147,7 +148,7 @@ void Processor::bulk_load(std::uint32_t shared, const void* map, std::uint32_t b
                           Place place) {
   const TensorView& view = tensor_view(map, place);
   const auto pitch = static_cast<std::size_t>(view.box_columns * view.element_bytes);
-  const auto bytes = pitch * static_cast<std::size_t>(view.box_rows);
+  const auto bytes = pitch * static_cast<std::size_t>(view.rows());
   const std::size_t alignment = box_alignment(view);
   if (shared % alignment) {
     fail(place, "bulk tensor copy: expected shared memory aligned to %zu bytes, got byte %u", alignment, shared);
@@ -251,7 +252,7 @@ void Processor::store_async(std::uint32_t target, const void* data, int bytes, s
 void Processor::bulk_store(const void* map, std::uint32_t shared, BoxOrigin origin, Place place) {
   const TensorView& view = tensor_view(map, place);
   const auto pitch = static_cast<std::size_t>(view.box_columns * view.element_bytes);
-  const auto bytes = pitch * static_cast<std::size_t>(view.box_rows);
+  const auto bytes = pitch * static_cast<std::size_t>(view.rows());
   const std::size_t alignment = box_alignment(view);
   if (shared % alignment) {
     fail(place, "bulk tensor store: expected shared memory aligned to %zu bytes, got byte %u", alignment, shared);

@@ -19,14 +19,20 @@ struct Buffer {
   std::int32_t padding;
 };
 
-// A tensor as bulk copies see it, in the place of a CUtensorMap: [D, S, H, B], innermost first.
+// A tensor as bulk copies see it, in the place of a CUtensorMap: [D, S, H, B], innermost first, or [D, H, S, B] where a
+// box has several heads: then its rows are heads, of so many rows that follow each other.
 struct TensorView {
   std::uint64_t address;
   std::int64_t sizes[4];    // in elements
-  std::int64_t strides[3];  // of S, H and B, in bytes
+  std::int64_t strides[3];  // of the dimensions but the innermost, in bytes
   std::int64_t box_columns, box_rows, swizzle, element_bytes;
   std::uint64_t magic;
-  std::uint64_t unused[3];
+  std::int64_t box_heads;  // 0 for a box of one head
+  std::uint64_t unused[2];
+
+  // Of a box's second dimension, and of a box.
+  std::int64_t inner_rows() const { return box_heads ? box_heads : box_rows; }
+  std::int64_t rows() const { return inner_rows() * (box_heads ? box_rows : 1); }
 };
 constexpr std::uint64_t TENSOR_VIEW_MAGIC = 0x6d736470612e746dull;
 static_assert(sizeof(TensorView) == 128, "as large as a CUtensorMap");

@@ -50,6 +50,15 @@ struct VarlenParams {
   float softcap_log2;  // times log2(e)
 };
 
+// The same where all sequences have one length, of which the host has counted what CTAs compute: runtime/sequences.h.
+struct OneLengthParams : VarlenParams {
+  int32 units;      // tiles of rows, of all key heads and sequences
+  int32 row_tiles;  // of a key head
+  int32 key_tiles;  // tiles of keys that a tile of rows sees at most
+  int32 parts;      // into which the keys of each tile of rows are divided
+  int32 each;       // tiles of keys of a CTA, where all of them are numbered; else 0
+};
+
 // What the kernel gets that writes new keys and values to a cache, and changes queries and new keys, before attention.
 struct AppendParams {
   VarlenParams call;       // its query is as the caller gave it

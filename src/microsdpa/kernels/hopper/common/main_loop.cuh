@@ -17,6 +17,7 @@ struct TileShape {
   using T = ELEMENT;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, CONSUMERS = CONSUMERS_, BLOCK_M = ROWS * CONSUMERS;
   static constexpr int STAGES = STAGES_, QUERY_STAGES = QUERY_STAGES_;
+  static constexpr int PANEL_ROWS = ROWS;  // of Q that follow each other in shared memory: a warpgroup's, or all
 };
 
 // OVERLAP: a consumer's exponentials run beside its own P V too, for which P takes twice the registers; else beside the
@@ -81,21 +82,26 @@ struct MainLoop : TileSoftmax<typename SHAPE::T, SHAPE::BLOCK_N, false, false>, 
     query_state.advance();
   }
 
+  // This warpgroup's rows of Q in a panel of `width` columns, which has so many columns ahead of it.
+  __device__ __forceinline__ T* query_panel(int ahead, int width) const {
+    constexpr int PANEL_ROWS = SHAPE::PANEL_ROWS;
+    if constexpr (PANEL_ROWS == ROWS) return shared.query[query_state.stage][warpgroup] + ROWS * ahead;
+    return shared.query[query_state.stage][0] + PANEL_ROWS * ahead + warpgroup * ROWS * width;
+  }
+
   __device__ __forceinline__ void score(Scores& s) {
     constexpr int BOX = PANEL<HEAD_DIM>, END = TAIL<HEAD_DIM>, WIDE = HEAD_DIM - END;
-    const uint64 query =
-        matrix_descriptor(shared.query[query_state.stage][warpgroup], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+    const uint64 query = matrix_descriptor(query_panel(0, BOX), 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
     const uint64 key = matrix_descriptor(shared.key[key_state.stage], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < WIDE / 16; ++step) {
       const int panel = step / (BOX / 16), column = step % (BOX / 16) * 16;
-      wgmma<T, BLOCK_N>(s, advance(query, (panel * ROWS * BOX + column) * sizeof(T)),
+      wgmma<T, BLOCK_N>(s, advance(query, (panel * SHAPE::PANEL_ROWS * BOX + column) * sizeof(T)),
                         advance(key, (panel * BLOCK_N * BOX + column) * sizeof(T)), step > 0);
     }
     if constexpr (END > 0) {
-      const T *last_query = shared.query[query_state.stage][warpgroup] + ROWS * WIDE,
-              *last_key = shared.key[key_state.stage] + BLOCK_N * WIDE;
+      const T *last_query = query_panel(WIDE, END), *last_key = shared.key[key_state.stage] + BLOCK_N * WIDE;
       wgmma<T, BLOCK_N>(s, matrix_descriptor(last_query, 16, 8 * END * sizeof(T), TAIL_PATTERN),
                         matrix_descriptor(last_key, 16, 8 * END * sizeof(T), TAIL_PATTERN));
     }

@@ -47,7 +47,22 @@ struct Consumer
       tiles = min(tiles, max(1, (end + BLOCK_N - 1) / BLOCK_N - segment.first_tile));
     }
     skipped = all_tiles - tiles;
+    if constexpr (C::BULK_QUERIES && !MASKS::MODIFIED) {
+      if (params.scale_log2 < 0.0f) negate_query();
+    }
     return true;
+  }
+  // A negative scale is a positive one of -Q.
+  __device__ __forceinline__ void negate_query() {
+    constexpr int CHUNKS = ROWS * C::COLUMNS / 8;
+    for (int i = thread; i < ROWS * C::STORED / 8; i += WARPGROUP_THREADS) {
+      const int panel = min(i / CHUNKS, C::PANELS);
+      auto* rows = Loop::query_panel(panel * C::COLUMNS, panel < C::PANELS ? C::COLUMNS : C::TAIL);
+      uint4& chunk = reinterpret_cast<uint4*>(rows)[i - panel * CHUNKS];
+      chunk = make_uint4(chunk.x ^ 0x80008000u, chunk.y ^ 0x80008000u, chunk.z ^ 0x80008000u, chunk.w ^ 0x80008000u);
+    }
+    fence_proxy_async();
+    named_barrier_sync((QUERY_NEGATED + warpgroup) % BARRIERS, WARPGROUP_THREADS);
   }
 
   __device__ __forceinline__ const Segment& previous_work() const { return shared.segment[(works - 1) % SEGMENTS]; }

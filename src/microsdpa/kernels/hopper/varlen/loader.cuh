@@ -110,6 +110,44 @@ __device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const Varlen
   }
 }
 
+// Starts the copies of a segment's queries, of all heads of its key head: [D, H, S_q, B]. Rows past the sequence's last
+// query are others' queries, or zeros. One thread.
+template <typename C, int PACK>
+__device__ __forceinline__ void start_queries(SharedStorage<C>& shared, const VarlenParams& params, const Boxes& query,
+                                              const Segment& segment, int stage) {
+  Mbarrier& full = shared.query_full[stage];
+  typename C::T* target = shared.query[stage][0];
+  const int head = segment.head_kv * PACK, row = segment.first_query + segment.first_row / PACK;
+  const int b = params.query_offsets != nullptr ? 0 : segment.b;
+  mbarrier_arrive_expect(full, C::QUERY_BYTES);
+#pragma unroll
+  for (int panel = 0; panel < C::PANELS; ++panel) {
+    tma_load(target + panel * C::PANEL_ROWS * C::COLUMNS, query.panel, full, panel * C::COLUMNS, head, row, b);
+  }
+  if constexpr (C::TAIL > 0) {
+    constexpr int WIDE = C::PANELS * C::COLUMNS;
+    tma_load(target + C::PANEL_ROWS * WIDE, query.tail, full, WIDE, head, row, b);
+  }
+}
+
+// Makes zeros of the rows that no copy of queries writes, in all stages: all of a CTA's threads, before they part.
+template <typename C>
+__device__ __forceinline__ void clear_rows(SharedStorage<C>& shared) {
+  constexpr int LEFT = C::PANEL_ROWS - C::TILE_ROWS, STAGE = C::PANEL_ROWS * C::STORED;
+  if constexpr (C::BULK_QUERIES && LEFT > 0) {
+    for (int stage = 0; stage < C::QUERY_STAGES; ++stage) {
+      for (int i = static_cast<int>(threadIdx.x); i < LEFT * C::STORED / 8; i += static_cast<int>(blockDim.x)) {
+        constexpr int CHUNKS = LEFT * C::COLUMNS / 8, WIDE = C::PANELS * C::COLUMNS;
+        const int panel = min(i / CHUNKS, C::PANELS), place = i - panel * CHUNKS;
+        const int width = panel < C::PANELS ? C::COLUMNS : C::TAIL;
+        auto* rows = shared.query[stage][0] + C::PANEL_ROWS * min(panel * C::COLUMNS, WIDE) + C::TILE_ROWS * width;
+        reinterpret_cast<uint4*>(rows)[place] = make_uint4(0, 0, 0, 0);
+      }
+    }
+    fence_proxy_async();
+  }
+}
+
 // Copies a segment's rows of queries: one of two warps, each with every other 32 chunks of 16 bytes. Rows past the
 // segment's are zeros, and columns past those of Q.
 template <typename C, typename MASKS, int PACK>
@@ -173,9 +211,9 @@ __device__ __forceinline__ void load_queries(SharedStorage<C>& shared, const Var
 }
 
 // Says what the CTA computes next, once there is room for its queries, and copies some of these. One warp.
-template <typename C, typename MASKS, int PACK, int CLUSTER, bool PACKED>
-__device__ __forceinline__ void describe_segments(SharedStorage<C>& shared, const VarlenParams& params) {
-  typename SchedulerOf<C, MASKS, PACK, CLUSTER, PACKED>::Type scheduler(params);
+template <typename C, typename MASKS, int PACK, int CLUSTER, bool PACKED, typename PARAMS>
+__device__ __forceinline__ void describe_segments(SharedStorage<C>& shared, const PARAMS& params, const Boxes& query) {
+  typename SchedulerOf<PARAMS, C, MASKS, PACK, CLUSTER, PACKED>::Type scheduler(params);
   PipelineState<C::QUERY_STAGES> state;
   const bool elected = elect_one();
   for (int segments = 0;; ++segments) {
@@ -185,14 +223,15 @@ __device__ __forceinline__ void describe_segments(SharedStorage<C>& shared, cons
       shared.segment[segments % SEGMENTS] = segment;
       shared.misplaced[segments % SEGMENTS] = 0;
       mbarrier_arrive(shared.described[state.stage]);
+      if (C::BULK_QUERIES && segment.tiles > 0) start_queries<C, PACK>(shared, params, query, segment, state.stage);
     }
     // mutation: no lane reads what another one wrote
     __syncwarp();
     if (segment.tiles == 0) {
-      mbarrier_arrive(shared.query_full[state.stage]);
+      if (!C::BULK_QUERIES || elected) mbarrier_arrive(shared.query_full[state.stage]);
       return;
     }
-    load_rows<C, MASKS, PACK>(shared, params, segment, state.stage, 1);
+    if constexpr (!C::BULK_QUERIES) load_rows<C, MASKS, PACK>(shared, params, segment, state.stage, 1);
     state.advance();
   }
 }

@@ -35,11 +35,11 @@ struct RowTiles {
         sequence(params, b),
         visibility(sequence),
         rows(sequence.queries * PACK),
-        count((rows + C::BLOCK_M - 1) / C::BLOCK_M) {}
+        count((rows + C::TILE_ROWS - 1) / C::TILE_ROWS) {}
 
-  __device__ __forceinline__ int from(int tile) const { return visibility.first(params, tile * C::BLOCK_M); }
+  __device__ __forceinline__ int from(int tile) const { return visibility.first(params, tile * C::TILE_ROWS); }
   __device__ __forceinline__ int end(int tile) const {
-    return visibility.end(params, min((tile + 1) * C::BLOCK_M, rows) - 1);
+    return visibility.end(params, min((tile + 1) * C::TILE_ROWS, rows) - 1);
   }
   __device__ __forceinline__ int first_key_tile(int tile) const {
     return min(from(tile), max(sequence.keys - 1, 0)) / C::BLOCK_N;
@@ -52,8 +52,8 @@ struct RowTiles {
   // What a segment is of the sequence's, which has all keys of a tile of rows.
   __device__ __forceinline__ void describe(Segment& segment, int b, int tile) const {
     segment.b = b;
-    segment.first_row = tile * C::BLOCK_M;
-    segment.rows = min(C::BLOCK_M, rows - segment.first_row);
+    segment.first_row = tile * C::TILE_ROWS;
+    segment.rows = min(C::TILE_ROWS, rows - segment.first_row);
     segment.first_tile = first_key_tile(tile), segment.tiles = key_tiles(tile);
     segment.keys = sequence.keys, segment.position = visibility.position;
     segment.first_query = sequence.first_query, segment.first_key = sequence.first_key;
@@ -73,7 +73,7 @@ class ClusterScheduler {
     Segment segment{};
     if (done_) return segment;
     done_ = true;
-    const auto found = ClusterTile::find<C::BLOCK_M, PACK, PACKED>(params_, static_cast<int>(blockIdx.z));
+    const auto found = ClusterTile::find<C::TILE_ROWS, PACK, PACKED>(params_, static_cast<int>(blockIdx.z));
     if (!found.exists) return segment;
     const int part = static_cast<int>(blockIdx.x);
     const RowTiles<C, MASKS, PACK> row_tiles(params_, found.b);
@@ -92,6 +92,74 @@ class ClusterScheduler {
   bool done_ = false;
 };
 
+// Leaves to a segment, which has all keys of the tile of rows `unit`, one of at most `parts` parts of them. There may
+// be fewer parts than of other tiles of rows: then it is left no keys.
+__device__ __forceinline__ void leave_part(Segment& segment, int unit, int part, int parts) {
+  const int each = (segment.tiles + parts - 1) / parts, first = part * each;
+  segment.part = part, segment.parts = (segment.tiles + each - 1) / each;
+  segment.owner = parts <= MOST_AT_ONCE ? unit : unit * parts, segment.slot = unit * parts;
+  segment.tiles = min(each, segment.tiles - first), segment.first_tile += first;
+}
+
+// What a CTA computes where all sequences have one length: the launcher has counted and decided (runtime/sequences.h).
+// A CTA takes parts of the keys of tiles of rows, at distances of as many as there are CTAs, or, where all tiles of
+// keys are numbered, as many of them as any other CTA.
+template <typename C, typename MASKS, int PACK>
+class OneLengthScheduler {
+ public:
+  __device__ __forceinline__ explicit OneLengthScheduler(const OneLengthParams& params)
+      : params_(params),
+        numbered_(params.each > 0),
+        at_(static_cast<int>(blockIdx.x) * (numbered_ ? params.each : 1)),
+        end_(numbered_ ? min(at_ + params.each, params.units * params.key_tiles) : params.units * params.parts) {}
+
+  // The CTA's next segment; one without tiles of keys when there is none.
+  __device__ __forceinline__ Segment next() {
+    Segment segment{};
+    while (at_ < end_ && segment.tiles <= 0) {
+      if (numbered_) {
+        take_numbered(segment);
+      } else {
+        take_part(segment);
+      }
+    }
+    segment.tiles = max(segment.tiles, 0);
+    return segment;
+  }
+
+ private:
+  // Describes a tile of rows with all of its keys.
+  __device__ __forceinline__ void describe(Segment& segment, int unit) const {
+    const int tile = unit % params_.row_tiles, head = unit / params_.row_tiles;
+    const int b = head / params_.heads_kv;
+    segment.head_kv = head - b * params_.heads_kv;
+    RowTiles<C, MASKS, PACK>(params_, b).describe(segment, b, tile);
+  }
+
+  __device__ __forceinline__ void take_part(Segment& segment) {
+    const int part = at_ / params_.units, unit = at_ - part * params_.units;
+    at_ += static_cast<int>(gridDim.x);
+    describe(segment, unit);
+    leave_part(segment, unit, part, params_.parts);
+  }
+
+  __device__ __forceinline__ void take_numbered(Segment& segment) {
+    const int unit = at_ / params_.key_tiles, begin = unit * params_.key_tiles;
+    const int first = at_ - begin, last = min(end_ - begin, params_.key_tiles);
+    at_ = begin + last;
+    describe(segment, unit);
+    segment.slot = -1, segment.owner = begin / params_.each;
+    segment.parts = (begin + segment.tiles - 1) / params_.each - segment.owner + 1;
+    segment.part = static_cast<int>(blockIdx.x) - segment.owner;
+    segment.tiles = min(segment.tiles, last) - first, segment.first_tile += first;
+  }
+
+  const OneLengthParams& params_;
+  const bool numbered_;
+  int at_;
+  const int end_;
+};
+
 // What a CTA computes is decided in one of three ways, of which the one that is expected to take least time is taken:
 // - Every CTA takes tiles of rows, one after the other, as it gets done with them: in a sequence the longest ones
 //   first, of as many heads as leave their keys in L2.
@@ -104,10 +172,10 @@ class Scheduler {
  public:
   __device__ __forceinline__ explicit Scheduler(const VarlenParams& params) : params_(params) {
     int tiles = 0, keys = 0, longest = 0;  // tiles of rows, and of keys, of all and of one
-    Count own{};
+    Estimate own{};
     // The first group is counted last: what is known of it is what next() wants first.
     for (int first = (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {
-      own = count(first);
+      own = estimate(first);
       tiles += own.tiles, keys += own.keys, longest = max(longest, own.longest);
     }
     units_ = total_ = warp_total(tiles) * params.heads_kv;
@@ -118,7 +186,11 @@ class Scheduler {
       share(warp_total(keys) * params.heads_kv, longest);
     }
     if (each_ == 0 && parts_ == 1) take();
-    set_group(own);
+    if (each_ > 0) {
+      go_ahead();
+    } else {
+      set_group(own.tiles);
+    }
   }
 
   // The CTA's next segment; one without tiles of keys when there is none.
@@ -129,26 +201,26 @@ class Scheduler {
       if (at_ < total_) take_numbered(segment);
       return segment;
     }
-    while (at_ < total_) {
-      const int part = parts_ > 1 ? at_ / units_ : 0, unit = at_ - part * units_;
-      if (part > 0) rewind();
-      if (!take_rows(segment, unit)) break;
-      segment.parts = 1;
-      if (parts_ == 1) {
-        at_ = __shfl_sync(FULL_WARP, taken_, 0);
-        take();
+    if (parts_ == 1) {
+      if (asks_) at_ = __shfl_sync(FULL_WARP, taken_, 0);
+      if (at_ < total_ && take_rows(segment, at_)) {
+        if (asks_) take();
+        asks_ = true, segment.parts = 1;
         return segment;
       }
+      if (lane() == 0) finish();
+      segment.tiles = 0;
+      return segment;
+    }
+    while (at_ < total_) {
+      const int part = at_ / units_, unit = at_ - part * units_;
+      if (part > 0) rewind();
+      if (!take_rows(segment, unit)) break;
       at_ += static_cast<int>(gridDim.x);
-      const int each = (segment.tiles + parts_ - 1) / parts_, first = part * each;
-      segment.part = part, segment.parts = (segment.tiles + each - 1) / each;
-      segment.owner = parts_ <= MOST_AT_ONCE ? unit : unit * parts_, segment.slot = unit * parts_;
-      segment.tiles = min(each, segment.tiles - first), segment.first_tile += first;
-      // There may be fewer parts than of others.
+      leave_part(segment, unit, part, parts_);
       // mutation: few keys give a CTA one part, and one without keys ends it as well
       if (segment.tiles > 0) return segment;
     }
-    if (parts_ == 1 && lane() == 0) finish();
     segment.tiles = 0;
     return segment;
   }
@@ -170,7 +242,7 @@ class Scheduler {
     return x;
   }
 
-  // Decides whether CTAs share the keys of a tile of rows, and how. All tiles of rows have `keys` tiles of keys
+  // Decides whether CTAs share the keys of a tile of rows, and how. All tiles of rows have some `keys` tiles of keys
   // together, and one of them `longest`.
   __device__ __forceinline__ void share(int keys, int longest) {
     const int ctas = static_cast<int>(gridDim.x), rounds = (total_ + ctas - 1) / ctas;
@@ -196,7 +268,8 @@ class Scheduler {
       parts_ = parts, total_ *= parts;
       return;
     }
-    each_ = numbered, at_ = min(keys, at_ * each_), total_ = min(keys, at_ + each_);
+    keys = count_all() * params_.heads_kv;
+    each_ = max((keys + ctas - 1) / ctas, LEAST_SHARE), at_ = min(keys, at_ * each_), total_ = min(keys, at_ + each_);
   }
 
   // The next tiles of keys, where they are numbered.
@@ -244,48 +317,70 @@ class Scheduler {
   }
 
   // What a lane's sequence has for a key head.
-  struct Count {
+  struct Estimate {
     int tiles;          // of rows
     int keys, longest;  // tiles of keys, of all tiles of rows and of one
   };
 
-  // Looks at 32 sequences, from `first` on. Those of many tiles of rows are looked at by all lanes.
-  __device__ __forceinline__ Count count(int first) const {
+  // Looks at 32 sequences, from `first` on: at the first tile of rows, the middle one and the last one of each. A mask
+  // leaves tiles between two of them as many keys as the mean of both, or nearly so.
+  __device__ __forceinline__ Estimate estimate(int first) const {
+    const int b = first + lane();
+    Estimate own{};
+    if (b >= params_.batch) return own;
+    const RowTiles<C, MASKS, PACK> row_tiles(params_, b);
+    own.tiles = row_tiles.count;
+    if (!params_.part_heads || own.tiles == 0) return own;
+    // mutation: who computes what changes no result
+    const int begin = row_tiles.key_tiles(0), middle = row_tiles.key_tiles(own.tiles / 2),
+              end = row_tiles.key_tiles(own.tiles - 1);
+    own.longest = max(begin, max(middle, end));
+    own.keys = own.tiles == 1 ? begin : (begin + 2 * middle + end) * own.tiles / 4;
+    return own;
+  }
+
+  // Tiles of keys that a lane's sequence has for a key head, all lanes together from the sequence `first` on. Those of
+  // many tiles of rows are counted by all lanes.
+  __device__ __forceinline__ int count(int first) const {
     constexpr int FEW = 4;
     const int b = first + lane();
-    Count own{};
+    int tiles = 0, keys = 0;
     if (b < params_.batch) {
       const RowTiles<C, MASKS, PACK> row_tiles(params_, b);
-      own.tiles = row_tiles.count;
-      for (int tile = 0; params_.part_heads && own.tiles <= FEW && tile < own.tiles; ++tile) {
-        const int seen = row_tiles.key_tiles(tile);
-        own.keys += seen, own.longest = max(own.longest, seen);
-      }
+      tiles = row_tiles.count;
+      for (int tile = 0; tiles <= FEW && tile < tiles; ++tile) keys += row_tiles.key_tiles(tile);
     }
-    unsigned long_ones = __ballot_sync(FULL_WARP, params_.part_heads && own.tiles > FEW);
+    unsigned long_ones = __ballot_sync(FULL_WARP, tiles > FEW);
     for (; long_ones != 0; long_ones &= long_ones - 1) {
       const int which = __ffs(long_ones) - 1;
       const RowTiles<C, MASKS, PACK> row_tiles(params_, first + which);
       int sum = 0;
-      for (int tile = lane(); tile < row_tiles.count; tile += 32) {
-        const int seen = row_tiles.key_tiles(tile);
-        sum += seen, own.longest = max(own.longest, seen);
-      }
+      for (int tile = lane(); tile < row_tiles.count; tile += 32) sum += row_tiles.key_tiles(tile);
       sum = warp_total(sum);
-      if (lane() == which) own.keys += sum;
+      if (lane() == which) keys = sum;
     }
-    return own;
+    return keys;
+  }
+  // The same of all sequences together.
+  __device__ __forceinline__ int count_all() const {
+    int keys = 0;
+    for (int first = 0; first < params_.batch; first += 32) keys += count(first);
+    return warp_total(keys);
+  }
+  // Tiles of rows of a lane's sequence.
+  __device__ __forceinline__ int count_rows(int first) const {
+    const int b = first + lane();
+    return b < params_.batch ? RowTiles<C, MASKS, PACK>(params_, b).count : 0;
   }
 
-  // Finds where the sequences of a group begin.
-  __device__ __forceinline__ void set_group(const Count& own) {
-    own_ = (each_ > 0 ? own.keys : own.tiles) * params_.heads_kv, sum_ = warp_prefix(own_);
-  }
+  // Finds where the sequences of a group begin, each of which has so many places for a key head.
+  __device__ __forceinline__ void set_group(int own) { own_ = own * params_.heads_kv, sum_ = warp_prefix(own_); }
 
   // Goes back to the first sequences: ahead of them is an empty group.
   __device__ __forceinline__ void rewind() {
-    if (group_ > 0) group_ = -32, group_begin_ = own_ = sum_ = 0;
+    if (group_ > 0) go_ahead();
   }
+  __device__ __forceinline__ void go_ahead() { group_ = -32, group_begin_ = own_ = sum_ = 0; }
 
   // Finds the sequence that a place, which is not before the last one, lies in.
   __device__ __forceinline__ bool seek(int place) {
@@ -300,7 +395,7 @@ class Scheduler {
         return true;
       }
       group_begin_ += __shfl_sync(FULL_WARP, sum_, 31), group_ += 32;
-      set_group(count(group_));
+      set_group(each_ > 0 ? count(group_) : count_rows(group_));
     }
     return false;
   }
@@ -325,17 +420,22 @@ class Scheduler {
   int units_, parts_ = 1;  // tiles of rows, and parts of each
   int at_, total_;         // places: of parts, or of tiles of keys where these are numbered
   int taken_ = 0;
+  bool asks_ = false;                               // whether taken_ says what is next
   int group_ = 0, group_begin_ = 0, own_, sum_;     // of 32 sequences: the first, its place, this lane's, those before
   int sequence_ = 0, begin_ = 0, in_sequence_ = 0;  // where at_ is
 };
 
-template <typename C, typename MASKS, int PACK, int CLUSTER, bool PACKED>
+template <typename PARAMS, typename C, typename MASKS, int PACK, int CLUSTER, bool PACKED>
 struct SchedulerOf {
   using Type = ClusterScheduler<C, MASKS, PACK, CLUSTER, PACKED>;
 };
 template <typename C, typename MASKS, int PACK, bool PACKED>
-struct SchedulerOf<C, MASKS, PACK, 1, PACKED> {
+struct SchedulerOf<VarlenParams, C, MASKS, PACK, 1, PACKED> {
   using Type = Scheduler<C, MASKS, PACK>;
+};
+template <typename C, typename MASKS, int PACK, bool PACKED>
+struct SchedulerOf<OneLengthParams, C, MASKS, PACK, 1, PACKED> {
+  using Type = OneLengthScheduler<C, MASKS, PACK>;
 };
 
 }  // namespace microsdpa::hopper::varlen

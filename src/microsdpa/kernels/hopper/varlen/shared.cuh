@@ -8,10 +8,11 @@
 
 namespace microsdpa::hopper::varlen {
 
-// BOX_ROWS: keys of one bulk copy, all of a page; BLOCK_N of them where keys are contiguous. QUERY_DIM: columns that Q
-// and K have, at most HEAD_DIM.
+// BOX_ROWS: keys of one bulk copy, all of a page; BLOCK_N of them where keys are contiguous. QUERY_ROWS_: rows of Q of
+// one bulk copy, whole queries of all heads of a key head; 0 where cp.async copies them. QUERY_DIM: columns that Q and
+// K have, at most HEAD_DIM.
 template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int QUERY_STAGES_, int BOX_ROWS_,
-          int QUERY_DIM_>
+          int QUERY_ROWS_, int QUERY_DIM_>
 struct Tiles : TileShape<ELEMENT, HEAD_DIM_, BLOCK_N_, CONSUMERS_, STAGES_, QUERY_STAGES_> {
   using T = ELEMENT;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, QUERY_DIM = QUERY_DIM_;
@@ -19,6 +20,11 @@ struct Tiles : TileShape<ELEMENT, HEAD_DIM_, BLOCK_N_, CONSUMERS_, STAGES_, QUER
   static constexpr int TAIL = hopper::TAIL<HEAD_DIM>, STORED = STORED_COLUMNS<HEAD_DIM>;
   static constexpr int BOX_ROWS = BOX_ROWS_, BOXES = BLOCK_N / BOX_ROWS;
   static constexpr int TILE_BYTES = BLOCK_N * STORED * static_cast<int>(sizeof(T));
+  static constexpr bool BULK_QUERIES = QUERY_ROWS_ > 0;
+  // Rows of a tile, and of those of a panel of Q that follow each other in shared memory.
+  static constexpr int TILE_ROWS = BULK_QUERIES ? QUERY_ROWS_ : ROWS * CONSUMERS_;
+  static constexpr int PANEL_ROWS = BULK_QUERIES ? ROWS * CONSUMERS_ : ROWS;
+  static constexpr int QUERY_BYTES = TILE_ROWS * STORED * static_cast<int>(sizeof(T));
   static_assert(BLOCK_N % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && 32 % BOXES == 0, "boxes are whole swizzle patterns");
 };
 

@@ -5,22 +5,35 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.chip import RESERVED_SHARED, chip_of
 from microsdpa.kernels.hopper.common import ROWS, panel, stored_columns, tail
 from microsdpa.kernels.problem import (
     ELEMENT,
-    ELEMENT_BYTES,
     VECTOR_BYTES,
     MaskKind,
     Problem,
     capability_of,
 )
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, TensorMap, refused_head_dim
+from microsdpa.kernels.spec import (
+    BOOLEAN,
+    CPP_TYPE,
+    ONE_LENGTH_PARAMS,
+    VARLEN_PARAMS,
+    Grid,
+    KernelSpec,
+    MappedTensor,
+    Rejection,
+    TensorMap,
+    refused_head_dim,
+)
 
 MOST_TAKEN = 3
 """Parts of the keys of tiles of rows that a CTA takes at most, as in scheduler.cuh."""
+SHARING_COSTS, LEAST_SHARE, WORTH, APART, MOST_AT_ONCE, L2_BYTES = 3, 4, 8, 4, 16, 32 << 20
+"""What sharing keys costs, and where it is worth it, as in scheduler.cuh."""
 SEGMENTS, SEGMENT_BYTES = 4, 64
 """Descriptions of segments in shared memory."""
 DEEPEST = 5
@@ -140,13 +153,13 @@ SHARING = (
     Sharing(128, 2, 4096),
 )
 """The first of them that has room for a call is the one, as measured on an H100; the log has the figures."""
-START_OF_CLUSTERS, CLUSTERS_READ = 11_500, 1.25
+START_OF_CLUSTERS, CLUSTERS_READ = 10_900, 1.07
 """Clocks of a launch of clusters, and their time to read K and V, in times that memory would take."""
-START_CLOCKS, SHARED_CLOCKS = 9_000, 62
+START_CLOCKS, SHARED_CLOCKS = 4_400, 57
 """Clocks of another launch, and, for each column, those of CTAs that share the keys of a tile of rows."""
 FEWEST_SHARED = 512
 """Keys over which CTAs share those of few tiles."""
-LEAST_CLOCKS, LEAST_OF_COLUMN = 12_000, 80
+LEAST_CLOCKS, LEAST_OF_COLUMN = 8_600, 42
 """What each of a CTA's tiles takes at least, and the same for each column above 128."""
 FLOPS_OF_CLOCK = {
     32: 1250,
@@ -161,8 +174,10 @@ FLOPS_OF_CLOCK = {
     256: 2500,
 }
 """Floating-point operations of an SM in a clock, by the columns that are multiplied. A soft cap halves them."""
-BYTES_OF_CLOCK = 2300
+BYTES_OF_CLOCK = 2380
 """Bytes that all SMs read from memory in a clock."""
+MOSTLY_FULL = 7 / 8
+"""Of the rows of a tile: what whole queries take at least, where bulk copies bring them."""
 SPILLS = "the warp that finds the work has few registers, and keeps some of the schedule there, once per segment"
 
 
@@ -197,6 +212,18 @@ def tiles_of(problem: Problem) -> Tiles:
     return LARGE if fills and much and not modified else large
 
 
+def queries_of_box(problem: Problem, tiles: Tiles) -> int:
+    """Queries of a bulk copy, with all heads of a key head; 0 where these leave an eighth of a tile empty, or more.
+
+    A sequence that one copy is enough for has one tile of rows either way.
+    """
+    pack = problem.heads // problem.heads_kv
+    queries = tiles.block_m // pack
+    if problem.seqlen_q <= queries:
+        return queries
+    return queries if MOSTLY_FULL * tiles.block_m < queries * pack else 0
+
+
 def forward(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for packed tensors and paged caches whose rows fill tiles of wgmma."""
     if capability_of(problem.target) != (9, 0):
@@ -223,19 +250,33 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     box_rows = min(problem.varlen, tiles.block_n) if problem.varlen else tiles.block_n
     packed = tiles.cluster > 1 and problem.packed_queries and problem.batch > 1
-    return _specification(problem.any_size, tiles, box_rows, bool(problem.varlen), problem.value_dim, packed)
+    copies = Copies(box_rows, queries_of_box(problem, tiles), bool(problem.varlen))
+    return _specification(problem.any_size, tiles, copies, problem.value_dim, packed)
+
+
+class Copies(NamedTuple):
+    """How keys and queries come to shared memory.
+
+    Attributes:
+        box_rows: keys of a bulk copy.
+        queries: of a bulk copy; 0 where there is none of queries.
+        paged: whether keys are in pages.
+    """
+
+    box_rows: int
+    queries: int
+    paged: bool
 
 
 @functools.lru_cache(maxsize=1024)
-def _specification(
-    problem: Problem, tiles: Tiles, box_rows: int, paged: bool, value_dim: int, packed: bool
-) -> KernelSpec:
+def _specification(problem: Problem, tiles: Tiles, copies: Copies, value_dim: int, packed: bool) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     chip, mask, head_dim = chip_of(problem.target), problem.mask or MaskKind(), padded(problem.head_dim)
     rings = tiles.rings(head_dim, problem.target)
     if rings is None:
         raise ValueError(f"tiles: expected some that fit shared memory with head_dim {head_dim}, got {tiles}")
     stages, query_stages = rings
+    pack = problem.heads // problem.heads_kv
     right = mask.right or problem.causal is not None
     flags = ", ".join(BOOLEAN[flag] for flag in (mask.left, right, mask.softcap, mask.alibi))
     arguments = {
@@ -246,38 +287,47 @@ def _specification(
         "STAGES": stages,
         "QUERY_STAGES": query_stages,
         "OVERLAP": BOOLEAN[tiles.overlap],
-        "PACK": problem.heads // problem.heads_kv,
-        "BOX_ROWS": box_rows,
-        "PAGED": BOOLEAN[paged],
+        "PACK": pack,
+        "BOX_ROWS": copies.box_rows,
+        "PAGED": BOOLEAN[copies.paged],
         "CLUSTER": tiles.cluster,
         "PACKED": BOOLEAN[packed],
         "MASKS": f"microsdpa::hopper::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
+        "QUERIES": copies.queries,
+        "PARAMS": VARLEN_PARAMS,
     }
     columns, narrow = panel(head_dim), tail(head_dim)
-    filled = problem.head_dim != head_dim or narrow > 0  # MAPS come behind all other arguments
-    arguments |= {"VALUE_DIM": value_dim or problem.head_dim} if value_dim or filled else {}
-    arguments |= {"QUERY_DIM": problem.head_dim} if filled else {}
-    maps = [TensorMap(name, box_rows, columns, columns * ELEMENT_BYTES[problem.dtype]) for name in ("key", "value")]
-    if narrow:
-        maps += [replace(wide, columns=narrow, swizzle=narrow * ELEMENT_BYTES[problem.dtype]) for wide in maps]
-        arguments["MAPS"] = ", ".join(["microsdpa::TensorMap"] * 2)
+    keys = _maps(("key", "value"), copies.box_rows, columns, narrow)
+    queries = _maps(("query",), copies.queries, columns, narrow, pack) if copies.queries else []
+    further = len(keys) - 2 + len(queries)
+    if value_dim or problem.head_dim != head_dim or further:  # MAPS come behind all other arguments
+        arguments |= {"VALUE_DIM": value_dim or problem.head_dim, "QUERY_DIM": problem.head_dim}
+    if further:
+        arguments["MAPS"] = ", ".join(["microsdpa::TensorMap"] * further)
     return KernelSpec(
         name="hopper/varlen",
         source="hopper/varlen/kernel.cu",
         template="microsdpa::hopper::varlen::attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
-        block_m=tiles.block_m,
+        block_m=copies.queries * pack or tiles.block_m,
         shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages),
         low_occupancy=f"{tiles.threads // 32} warps share the registers of a CTA: wgmma wants few that hold much",
         local_memory=SPILLS,
-        pack=problem.heads // problem.heads_kv,
+        pack=pack,
         cluster=tiles.cluster,
         max_ctas=tiles.resident * chip.sms,
-        tensor_maps=tuple(maps),
+        tensor_maps=(*keys, *queries),
         programmatic=True,
-        params="microsdpa::VarlenParams",
+        params=VARLEN_PARAMS,
     )
+
+
+def _maps(names: tuple[MappedTensor, ...], rows: int, columns: int, narrow: int, heads: int = 0) -> list[TensorMap]:
+    """The tensor maps of the panels of some tensors, and of their tails of `narrow` columns if there are any."""
+    return [
+        TensorMap(name, rows, width, width * ELEMENT, heads) for width in (columns, narrow) if width for name in names
+    ]
 
 
 def for_one_length(problem: Problem) -> KernelSpec | Rejection:
@@ -308,7 +358,14 @@ def _for_one_length(spec: KernelSpec) -> KernelSpec:
     """The same object for the same specification."""
     if spec.cluster > 1:
         return replace(spec, grid_order="clusters", split=spec.cluster)
-    return replace(spec, grid_order="resident", workspace_fixed_bytes=workspace_bytes(spec))
+    arguments = dict(spec.template_args) | {"PARAMS": ONE_LENGTH_PARAMS}
+    return replace(
+        spec,
+        grid_order="resident",
+        workspace_fixed_bytes=workspace_bytes(spec),
+        template_args=tuple(arguments.items()),
+        params=ONE_LENGTH_PARAMS,
+    )
 
 
 def clocks(problem: Problem, spec: KernelSpec) -> float:
@@ -330,8 +387,50 @@ def clocks(problem: Problem, spec: KernelSpec) -> float:
 
 def workspace_bytes(spec: KernelSpec) -> int:
     """Scratch memory of a call whose keys may be divided: MOST_TAKEN partial outputs a CTA (Partials of shared.cuh)."""
-    head_dim = int(dict(spec.template_args)["HEAD_DIM"])
-    return MOST_TAKEN * spec.max_ctas * spec.block_m * (head_dim + 8) * 4
+    arguments = dict(spec.template_args)
+    rows = ROWS * int(arguments["CONSUMERS"])
+    return MOST_TAKEN * spec.max_ctas * rows * (int(arguments["HEAD_DIM"]) + 8) * 4
+
+
+class Shares(NamedTuple):
+    """Which part of a call of one length a CTA computes, as OneLengthParams has it; runtime/sequences.h says the same.
+
+    Attributes:
+        units: tiles of rows, of all key heads and sequences.
+        row_tiles: of a key head.
+        key_tiles: tiles of keys that a tile of rows sees at most.
+        parts: into which the keys of each tile of rows are divided.
+        each: tiles of keys of a CTA, where all of them are numbered; else 0.
+    """
+
+    units: int
+    row_tiles: int
+    key_tiles: int
+    parts: int = 1
+    each: int = 0
+
+
+def shares_of(spec: KernelSpec, problem: Problem) -> Shares:
+    """How CTAs share the keys of tiles of rows where that saves an eighth; else each has those of whole tiles."""
+    block_n = int(dict(spec.template_args)["BLOCK_N"])
+    row_tiles, tiles = ceil(problem.seqlen_q * spec.pack / spec.block_m), ceil(problem.seqlen_k / block_n)
+    units, ctas = problem.batch * problem.heads_kv * row_tiles, spec.max_ctas
+    whole = Shares(units, row_tiles, tiles)
+    if not divides_keys(spec, problem, problem.batch * problem.seqlen_q):
+        return whole
+    numbered = max(ceil(units * tiles / ctas), LEAST_SHARE)
+    found = whole._replace(each=numbered)
+    read = 2 * ELEMENT * problem.head_dim * tiles * block_n * problem.batch * problem.heads_kv
+    apart = 0 if read <= L2_BYTES else numbered // APART
+    least = numbered + apart + 2 * SHARING_COSTS
+    for taken in range(1, MOST_TAKEN + 1):
+        parts = min(ctas * taken // units, tiles // LEAST_SHARE)
+        if parts <= 1 or (taken > 1 and parts > MOST_AT_ONCE):
+            continue
+        cost = taken * (ceil(tiles / parts) + SHARING_COSTS)
+        if cost < least:
+            least, found = cost, whole._replace(parts=parts)
+    return found if ceil(units / ctas) * tiles > least + least // WORTH else whole
 
 
 def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
