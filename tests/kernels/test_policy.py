@@ -279,7 +279,7 @@ def test_small_problems_are_never_too_large() -> None:
         ((16, 32, 8, 32, 2048, 128), {}, True),  # 37.0 us on an H200, and 95.5 with a tile for each head
         ((24, 64, 8, 12, 8192, 96), {"causal": "lower_right"}, True),  # 172 and 859
         ((64, 14, 2, 50, 968, 64), {}, True),  # 28.8 and 65.6
-        ((48, 16, 1, 150, 512, 128), {"causal": "lower_right", "mask": MaskKind(sinks="float16")}, True),  # 55 and 82 without sinks
+        ((48, 16, 1, 150, 512, 128), {"causal": "lower_right", "mask": MaskKind(sinks="float16")}, True),  # 55 and 82
         ((16, 12, 4, 16, 1500, 128), {"causal": "lower_right"}, True),  # 19.6 and 25.3: clusters
         ((64, 8, 1, 80, 256, 256), {}, True),  # 32.7 and 36.0
         ((2, 8, 1, 17, 256, 64), {}, False),  # 6.4 and 2.7

@@ -147,8 +147,9 @@ def _wgmma_probes() -> list[Probe]:
 
 
 def _tma_probes() -> list[Probe]:
-    """Boxes of every swizzle, inside the tensor and past each of its edges; stores; multicast to a pair."""
+    """Boxes of every swizzle and of several heads, inside the tensor and past its edges; stores; multicast."""
     shared = 64 * 128 + 1024
+    common = {"target": "sm_90a", "threads": 128, "source": HOPPER, "shared_bytes": shared}
     probes = []
     for swizzle, (place, column, row) in product(
         (0, 32, 64, 128), (("inside", 0, 0), ("before", 0, -3), ("past_rows", 0, 21), ("past_columns", 48, 5))
@@ -157,7 +158,6 @@ def _tma_probes() -> list[Probe]:
         box, arguments = columns * 2 * 64, (str(column), str(row), str(columns * 2 * 64))
         load, store = TensorMap("query", 64, columns, swizzle), TensorMap("out", 64, columns, swizzle)
         name = f"{swizzle}_{place}"
-        common = {"target": "sm_90a", "threads": 128, "source": HOPPER, "shared_bytes": shared}
         make = random_bits(16)
         probes.append(
             Probe(f"tma_load_{name}", "tma_load", 16, box // 512, make, arguments, tensor_maps=(load,), **common)  # type: ignore[arg-type]
@@ -166,6 +166,14 @@ def _tma_probes() -> list[Probe]:
             probes.append(
                 Probe(f"tma_store_{name}", "tma_store", 16, 16, make, arguments, tensor_maps=(store,), **common)  # type: ignore[arg-type]
             )
+    for name, column, head in (("inside", 0, 3), ("past", 48, -3)):
+        heads = TensorMap("query", 4, 64, 128, heads=16)
+        arguments = str(column), str(head), str(64 * 128)
+        probes.append(
+            Probe(
+                f"tma_load_heads_{name}", "tma_load", 16, 16, random_bits(16), arguments, tensor_maps=(heads,), **common
+            )  # type: ignore[arg-type]
+        )
     pair = TensorMap("query", 32, 64, 128)
     return [
         *probes,

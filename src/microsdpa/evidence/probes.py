@@ -93,13 +93,15 @@ def _tensor_map(box: TensorMap, tensor: torch.Tensor) -> Any:
 
     swizzle = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}[box.swizzle]
     size = tensor.element_size()
+    dims = (3, 1, 2, 0) if box.heads else (3, 2, 1, 0)
+    lines = (box.heads, box.rows) if box.heads else (box.rows, 1)
     error, encoded = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         4,
         tensor.data_ptr(),
-        [driver.cuuint64_t(n) for n in reversed(tensor.shape)],
-        [driver.cuuint64_t(size * tensor.stride(dim)) for dim in (2, 1, 0)],
-        [driver.cuuint32_t(n) for n in (box.columns, box.rows, 1, 1)],
+        [driver.cuuint64_t(tensor.shape[dim]) for dim in dims],
+        [driver.cuuint64_t(size * tensor.stride(dim)) for dim in dims[1:]],
+        [driver.cuuint32_t(n) for n in (box.columns, *lines, 1)],
         [driver.cuuint32_t(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),

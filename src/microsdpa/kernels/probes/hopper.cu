@@ -28,7 +28,8 @@ __device__ __forceinline__ void set_up(Mbarrier& barrier, int arrivals) {
   __syncthreads();
 }
 
-// Loads the box at (COLUMN, ROW) of head blockIdx.x, which may reach past the tensor, and writes the tile as it lies.
+// Loads the box at (COLUMN, ROW) of head blockIdx.x, which may reach past the tensor, and writes the tile as it lies. A
+// box of several heads begins at head ROW of row blockIdx.x.
 template <int IN, int OUT, int COLUMN, int ROW, int BYTES>
 __global__ void probe_tma_load(const __grid_constant__ ProbeParams params, const __grid_constant__ TensorMap map) {
   Box& box = dynamic_shared<Box>();

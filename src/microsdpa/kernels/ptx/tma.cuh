@@ -1,6 +1,7 @@
 // Bulk copies between global and shared memory, by the tensor memory accelerator (PTX ISA, "cp.async.bulk", sm_90).
 //
-// A tensor is [D, S, H, B], innermost first; coordinates count elements. One thread issues a copy for the block.
+// A tensor is [D, S, H, B], innermost first, or [D, H, S, B], of which a box has several heads: then `row` and `head`
+// are the other way round. Coordinates count elements. One thread issues a copy for the block.
 #pragma once
 
 #include "address.cuh"
