@@ -168,12 +168,8 @@ def _tma_probes() -> list[Probe]:
             )
     for name, column, head in (("inside", 0, 3), ("past", 48, -3)):
         heads = TensorMap("query", 4, 64, 128, heads=16)
-        arguments = str(column), str(head), str(64 * 128)
-        probes.append(
-            Probe(
-                f"tma_load_heads_{name}", "tma_load", 16, 16, random_bits(16), arguments, tensor_maps=(heads,), **common
-            )  # type: ignore[arg-type]
-        )
+        arguments, name = (str(column), str(head), str(64 * 128)), f"tma_load_heads_{name}"
+        probes.append(Probe(name, "tma_load", 16, 16, random_bits(16), arguments, tensor_maps=(heads,), **common))  # type: ignore[arg-type]
     pair = TensorMap("query", 32, 64, 128)
     return [
         *probes,
