@@ -85,6 +85,7 @@ __global__ void probe_bulk(const __grid_constant__ ProbeParams params) {
   }
   mbarrier_wait(lines.arrived, 0);
   for (int i = 0; i < OUT; ++i) out[i] = i < 4 ? in[i] : 0;
+  fence_proxy_async_global();
   end_turn(number, 1);
   bulk_reduce_add(reinterpret_cast<float*>(out), reinterpret_cast<const float*>(lines.words[threadIdx.x]), 16);
   tma_store_commit();
