@@ -40,7 +40,7 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.verify import problem_of
 from microsdpa.jit.signature import code_signature
 from microsdpa.jit.source import KERNELS_DIR
-from microsdpa.kernels import FAMILIES, VARLEN_FAMILIES, KernelSpec, family_named
+from microsdpa.kernels import FAMILIES, ONE_LENGTH, VARLEN_FAMILIES, KernelSpec, family_named
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
 
@@ -88,6 +88,13 @@ CONTINUED = (
     Case(1, 2, 70, 127, 64, masks=("bool", "sinks")),
 )
 """Cases that go on from an output and an LSE of other keys, for the kernels that do."""
+ONE_LENGTH_CASES = (
+    Case(1, 8, 40, 2000, 64, heads_kv=4, causal="lower_right"),  # numbered tiles of keys
+    Case(1, 5, 30, 1600, 64, heads_kv=1, scale=-0.3),  # parts, and rows that no copy of queries writes
+    Case(2, 6, 33, 200, 80, heads_kv=2, layout="bshd", causal="lower_right"),  # whole tiles of rows
+)
+"""Calls of one length by a kernel for sequences of many, of CTAS_OF_ONE_LENGTH."""
+CTAS_OF_ONE_LENGTH = 3
 GUARD = 1 << 16
 """Elements behind the output and the LSE that no kernel may write to."""
 FURTHER = {"hopper/split": "128 queries, 2 parts of the keys"}
@@ -149,7 +156,9 @@ def specifications(kernel: str) -> list[Trial]:
         known = ", ".join(kernels())
         raise InvalidArgument("kernel", expected=f"one of {known}", got=repr(kernel), hint="name a production kernel")
     if family in VARLEN_FAMILIES:
-        return [Trial(case, *how) for case in mutate_varlen.cases() for how in mutate_varlen.of(case, kernel)]
+        one_length = _of_one_length() if kernel == ONE_LENGTH.name else []
+        packed = [Trial(case, *how) for case in mutate_varlen.cases() for how in mutate_varlen.of(case, kernel)]
+        return packed + one_length
     found = []
     plain = (*((case, "") for case in CASES), *OWN_CASES.get(kernel, ()))
     continued = CONTINUED if family.continues else ()
@@ -164,6 +173,17 @@ def specifications(kernel: str) -> list[Trial]:
         found.append(Trial(case, few, problem))
         if kernel in FURTHER:
             found.append(Trial(case, family.configurations(problem)[FURTHER[kernel]], problem))
+    return found
+
+
+def _of_one_length() -> list[Trial]:
+    """Calls of one length by a kernel for sequences of many."""
+    found = []
+    for case in ONE_LENGTH_CASES:
+        problem = problem_of(case, TARGET)
+        spec = ONE_LENGTH.specify(problem)
+        assert isinstance(spec, KernelSpec)
+        found.append(Trial(case, dataclasses.replace(spec, max_ctas=CTAS_OF_ONE_LENGTH), problem))
     return found
 
 
