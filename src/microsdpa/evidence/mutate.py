@@ -92,6 +92,7 @@ ONE_LENGTH_CASES = (
     Case(1, 8, 40, 2000, 64, heads_kv=4, causal="lower_right"),  # numbered tiles of keys
     Case(1, 5, 30, 1600, 64, heads_kv=1, scale=-0.3),  # parts, and rows that no copy of queries writes
     Case(2, 6, 33, 200, 80, heads_kv=2, layout="bshd", causal="lower_right"),  # whole tiles of rows
+    Case(1, 14, 9, 150, 64, heads_kv=2, scale=-0.2),  # clusters, whose CTAs have one consumer
 )
 """Calls of one length by a kernel for sequences of many, of CTAS_OF_ONE_LENGTH."""
 CTAS_OF_ONE_LENGTH = 3
@@ -183,7 +184,8 @@ def _of_one_length() -> list[Trial]:
         problem = problem_of(case, TARGET)
         spec = ONE_LENGTH.specify(problem)
         assert isinstance(spec, KernelSpec)
-        found.append(Trial(case, dataclasses.replace(spec, max_ctas=CTAS_OF_ONE_LENGTH), problem))
+        few = dataclasses.replace(spec, max_ctas=CTAS_OF_ONE_LENGTH) if spec.cluster == 1 else spec
+        found.append(Trial(case, few, problem))
     return found
 
 
