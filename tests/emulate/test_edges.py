@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -96,3 +99,25 @@ def test_strides_of_masks_are_followed_in_64_bits(kernel: str, dimension: int) -
     expected = microsdpa.sdpa(*tensors, attn_mask=mask, impl=f"emulate:{kernel}")
     found = microsdpa.sdpa(*tensors, attn_mask=far_apart(mask, dimension), impl=f"emulate:{kernel}")
     assert torch.equal(found, expected)  # type: ignore[arg-type]
+
+
+LACKING = """
+import resource, torch, microsdpa
+from microsdpa.emulate.run import EmulationError
+inputs = [torch.ones(1, 1, 16, 64, dtype=torch.float16) for _ in range(3)]
+microsdpa.sdpa(*inputs, impl="emulate:ampere/mma")
+out = torch.empty(2**31, dtype=torch.float16).as_strided((1, 1, 16, 64), (2**31, 2**31, 2**26, 1))
+with open("/proc/self/statm") as pages:
+    used = int(pages.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**33, used + 2**33))
+try:
+    microsdpa.sdpa(*inputs, out=out, impl="emulate:ampere/mma")
+except EmulationError as error:
+    print(error)
+"""
+"""The output takes 4 GB of addresses, and what the emulator knows of it 32 times as many; there are 8 GB left."""
+
+
+def test_a_process_without_memory_gets_an_error() -> None:
+    run = subprocess.run([sys.executable, "-c", LACKING], capture_output=True, text=True, check=True)
+    assert "the emulator lacks memory for this launch" in run.stdout

@@ -1,5 +1,8 @@
 // The runtime's exported functions: what Python calls, what device code calls, and what the compiler inserts.
+#include <cstdio>
 #include <cstring>
+#include <new>
+#include <system_error>
 #include <thread>
 
 #include "processor.h"
@@ -170,18 +173,46 @@ EXPORTED void count_exp2(int operations) {
 
 EXPORTED void fail(const char* message, Place place) { Processor::current()->fail(place, "%s", message); }
 
-// Runs a launch to its end or its first failure.
-extern "C" EXPORTED void microsdpa_emulate(const Launch* launch, Outcome* outcome) {
-  Job job{*launch, {}, {}, {}, *outcome};
-  auto work = [&job] {
-    Processor processor(job);
-    Processor::current() = &processor;
-    processor.run();
+namespace {
+
+void lack_memory(Outcome& outcome) {
+  outcome.failed = 1;
+  std::snprintf(outcome.message, MESSAGE_BYTES,
+                "the emulator lacks memory for this launch: give it smaller tensors, or the process more memory");
+}
+
+// All processors of a launch; each has an operating system's thread.
+void run_processors(Job& job) {
+  const auto work = [&job] {
+    try {
+      Processor processor(job);
+      Processor::current() = &processor;
+      processor.run();
+    } catch (const std::bad_alloc&) {  // of stacks and shared memory: no fiber is running
+      const std::lock_guard<std::mutex> lock(job.mutex);
+      if (!job.stop.exchange(true)) lack_memory(job.outcome);
+    }
     Processor::current() = nullptr;
   };
   std::vector<std::thread> workers;
-  for (int i = 0; i < launch->workers; ++i) workers.emplace_back(work);
+  try {
+    for (int i = 0; i < job.launch.workers; ++i) workers.emplace_back(work);
+  } catch (const std::system_error&) {  // those that there are do it all
+    if (workers.empty()) work();
+  }
   for (std::thread& worker : workers) worker.join();
+}
+
+}  // namespace
+
+// Runs a launch to its end or its first failure.
+extern "C" EXPORTED void microsdpa_emulate(const Launch* launch, Outcome* outcome) {
+  try {
+    Job job{*launch, {}, {}, {}, *outcome};
+    run_processors(job);
+  } catch (const std::bad_alloc&) {  // of what is known of global memory
+    lack_memory(*outcome);
+  }
 }
 
 namespace {
