@@ -16,7 +16,7 @@ from microsdpa.call.options import OPTIONS
 from microsdpa.emulate.abi import OneLengthParams, VarlenParams
 from microsdpa.emulate.sequences import sequence_params
 from microsdpa.kernels import KernelSpec
-from microsdpa.kernels.hopper.varlen.spec import for_one_length
+from microsdpa.kernels.hopper.varlen.spec import for_one_length, shares_of
 from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.kernels.ranges import SizeRange
 from microsdpa.runtime import launcher
@@ -109,7 +109,7 @@ def test_the_parameter_is_that_of_sequences(name: str) -> None:
     assert tuple(found.shape) == (problem.batch, problem.heads, problem.seqlen_q)
     assert params.lse
     assert (params.part_heads > 0) == (name in ("keys that CTAs may share", "columns that are filled up"))
-    assert bool(params.workspace) == (spec.cluster == 1)
+    assert bool(params.workspace) == (name == "keys that CTAs may share")
     for box, made in zip(spec.tensor_maps, maps_of_last(len(spec.tensor_maps)), strict=True):
         assert made.address == ADDRESSES[box.tensor]
         of_query = (problem.heads, problem.seqlen_q, problem.batch)
@@ -117,13 +117,18 @@ def test_the_parameter_is_that_of_sequences(name: str) -> None:
         assert made.sizes[1:] == (of_query if box.tensor == "query" else of_keys)
 
 
-def test_scratch_memory_is_that_of_the_kernel() -> None:
-    problem = PROBLEMS["many tiles"]
+@pytest.mark.parametrize("name", ["many tiles", "keys that CTAs may share"])
+def test_scratch_memory_is_that_of_ctas_that_share_keys(name: str) -> None:
+    problem = PROBLEMS[name]
     spec = _specification(problem)
+    shares = shares_of(spec, problem)
+    assert (shares.parts > 1 or shares.each > 0) == (name != "many tiles")
     set_integer("stub_tensor_maps", len(spec.tensor_maps))
     launcher.prepare(problem, spec, _call(problem))
+    set_integer("stub_last_bytes", -1)
     assert launcher.launch(*_call(problem)) is True
-    assert integer("stub_last_bytes") == spec.workspace_bytes(problem) == spec.workspace_fixed_bytes > 0
+    assert spec.workspace_bytes(problem) == spec.workspace_fixed_bytes > 0
+    assert integer("stub_last_bytes") == (-1 if name == "many tiles" else spec.workspace_fixed_bytes)
 
 
 def test_masks_are_filled_in() -> None:
@@ -151,6 +156,10 @@ def test_other_sizes_have_plans_of_their_own_grid_and_parameter(name: str) -> No
     launcher.prepare(problem, spec, _call(problem), others)
     for batch, length in ((2, 100), (64, 5000), (7, 2500)):
         at = replace(problem, batch=batch, seqlen_k=length)
+        set_integer("stub_last_bytes", -1)
         assert launcher.launch(*_call(at)) is True
         _check(at, spec)
+        shares = shares_of(spec, at)
+        scratch = spec.workspace_fixed_bytes if spec.cluster == 1 and (shares.parts > 1 or shares.each > 0) else -1
+        assert integer("stub_last_bytes") == scratch
     assert library.plan_count() == 4

@@ -296,6 +296,10 @@ std::shared_ptr<const Plan> register_plan(Integers integers, const ffi::Bytes& p
       plan->kernels.push_back(read_kernel(integers, at, end, call, plan->changed, i == 0));
     }
   });
+  if (kernels && plan->kernels.back().launch.sequence_rows) {
+    plan->shared_bytes = plan->workspace_bytes - plan->changed.bytes;
+    plan->size_shared_scratch();
+  }
   if (!integers.at_end()) {
     plan->range.first_batch = integers.next(), plan->range.last_batch = integers.next();
     plan->range.queries_follow = integers.next() != 0;

@@ -69,6 +69,7 @@ struct PlannedKernel {
   std::vector<NumberPlace> numbers;
   bool only_with_lse;
   Sizing sizing{};
+  bool shares_keys = false;  // its CTAs do, with the parameter of sequences.h
 
   void issue(const Driver& driver, CUstream stream, const Addresses& addresses, const Numbers& values) const {
     alignas(16) char filled[MAX_PARAMS];
@@ -119,6 +120,7 @@ struct Plan {
   CUcontext context;
   std::vector<PlannedKernel> kernels;  // launched one after another
   std::int64_t workspace_bytes;        // scratch memory of one call
+  std::int64_t shared_bytes;           // what of it a kernel needs where its CTAs share keys, of sequences.h
   bool counts;                         // whether there are counters among the addresses of a kernel
   ChangedRows changed;
   SizeRange range;
@@ -126,6 +128,11 @@ struct Plan {
   VarlenLaunch varlen;               // of no CTAs for other plans
   std::int64_t node;  // the operator of torch's whose node of autograd has the call's gradient: see torch_nodes.h
   std::int64_t kind;  // of kinds() in plans.h
+
+  // Scratch memory of a kernel of sequences.h, behind what it reads of changed rows.
+  void size_shared_scratch() {
+    if (shared_bytes) workspace_bytes = changed.bytes + (kernels.back().shares_keys ? shared_bytes : 0);
+  }
 
   // Scratch memory of kernels whose sizing says it: they have it in turn, behind what others read of changed rows.
   void size_scratch(const CallKey& key) {

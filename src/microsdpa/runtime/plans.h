@@ -122,7 +122,7 @@ inline std::shared_ptr<const Plan> plan_like(const Plan& before, const Call& cal
       }
     }
   });
-  if (plan) plan->size_scratch(call.key);
+  if (plan) plan->size_scratch(call.key), plan->size_shared_scratch();
   return plan;
 }
 

@@ -95,6 +95,7 @@ inline void fill_sequences(PlannedKernel& kernel, const CallKey& k) {
   const OneLengthParams params = sequence_params(kernel.launch, k);
   const std::size_t bytes = kernel.launch.cluster > 1 ? sizeof(VarlenParams) : sizeof(params);
   kernel.params.assign(reinterpret_cast<const char*>(&params), bytes);
+  kernel.shares_keys = params.parts > 1 || params.each > 0;
   kernel.pointers = {{offsetof(VarlenParams, query), QUERY, 0},       {offsetof(VarlenParams, key), KEY, 0},
                      {offsetof(VarlenParams, value), VALUE, 0},       {offsetof(VarlenParams, out), OUT, 0},
                      {offsetof(VarlenParams, lse), LSE, 0},           {offsetof(VarlenParams, workspace), WORKSPACE, 0},
