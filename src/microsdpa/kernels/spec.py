@@ -245,8 +245,8 @@ class KernelSpec:
             (programmatic dependent launch). The kernel waits itself before it touches global memory, and at least one
             of its threads waits in every launch: the next kernel relies on this one to end after the one ahead of it.
         workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
-        workspace_fixed_bytes: scratch memory that no sizes decide about. In calls of one length of a kernel for many the
-            launcher leaves it out where CTAs share no keys.
+        workspace_fixed_bytes: scratch memory that no sizes decide about. In calls of one length, of a kernel for many,
+            the launcher leaves it out where CTAs share no keys.
         tile_lists: scratch memory beside those rows'; the kernel that writes it has a CTA for each list.
         counts: in the place of scratch memory there are counters, which are zero between launches.
         changed_rows: scratch memory that this kernel writes Q and K to, ahead of all others of the call. They read them
