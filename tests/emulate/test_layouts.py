@@ -29,7 +29,8 @@ KERNELS: dict[str, Structs] = {
         "Dropped<microsdpa::backward::BackwardParams>": params.DroppedBackwardParams,
     },
     "common/varlen_params.cuh": {
-        name: getattr(abi, name) for name in ("VarlenParams", "AppendParams", "CacheParams", "NormedParams")
+        name: getattr(abi, name)
+        for name in ("VarlenParams", "OneLengthParams", "AppendParams", "CacheParams", "NormedParams")
     },
     "common/prologue_params.cuh": {
         "PrologueParams": params.PrologueParams,
@@ -56,6 +57,7 @@ RUNTIME: Structs = {
 MEMBERS = {
     params.MaskedParams: lambda name: name if name == "call" else f"masks.{name}",
     eight_bit_params.EightBitMasked: lambda name: name if name == "call" else f"masks.{name}",
+    abi.OneLengthParams: lambda name: "query" if name == "call" else name,  # a base, which begins with it
     abi.CacheParams: lambda name: "call" if name == "append" else name,  # a base, which begins with it
     abi.NormedParams: lambda name: "call" if name == "cached" else name,
 }

@@ -14,6 +14,7 @@ from index_widths import Widths
 from microsdpa.jit import nvrtc
 from microsdpa.jit.source import KERNELS_DIR, expand
 from microsdpa.kernels import KernelSpec, catalogue
+from microsdpa.kernels.spec import ONE_LENGTH_PARAMS
 
 HEADS = "heads of all batch entries: more than 2^31 - 2^13 are refused (kernels/spec.py, oversized)"
 TILES = "tiles of a launch: more than 2^31 - 1, less the CTAs of a persistent kernel, are refused"
@@ -64,7 +65,11 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/varlen/loader.cuh", "segments % SEGMENTS", PLACE),
     ("hopper/varlen/loader.cuh", "tile * C::BLOCK_N", PACKED),
     ("hopper/varlen/loader.cuh", "segment.tiles) * C::BLOCK_N > segment.keys", PACKED),
-    ("hopper/varlen/scheduler.cuh", "segment.first_row = tile * C::BLOCK_M;", ROWS),
+    ("hopper/varlen/scheduler.cuh", "keys = count_all() * params_.heads_kv;", WORK),
+    ("hopper/varlen/scheduler.cuh", "at_(static_cast<int>(blockIdx.x) * (numbered_ ? params.each : 1))", WORK),
+    ("hopper/varlen/scheduler.cuh", "params.units * params.key_tiles) : params.units * params.parts)", WORK),
+    ("hopper/varlen/scheduler.cuh", "(begin + 2 * middle + end) * own.tiles / 4;", "a quarter of WORK at most"),
+    ("hopper/varlen/consumer.cuh", "chunk = make_uint4(chunk.x ^ 0x80008000u", PLACE),
     ("hopper/varlen/scheduler.cuh", "at_ * each_)", WORK),
     (
         "hopper/varlen/scheduler.cuh",
@@ -74,7 +79,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/varlen/scheduler.cuh", "first = part * each;", KEYS),
     ("hopper/varlen/scheduler.cuh", "ctas * taken / total_", PARTS),
     ("hopper/varlen/scheduler.cuh", "total_ *= parts;", PARTS),
-    ("hopper/varlen/scheduler.cuh", "segment.slot = unit * parts_;", PARTS),
+    ("hopper/varlen/scheduler.cuh", "segment.slot = unit * parts;", PARTS),
     ("hopper/varlen/scheduler.cuh", "share(warp_total(keys)", WORK),
     ("hopper/varlen/shared.cuh", "const int64 place = segment.slot < 0", PARTS),
     ("hopper/varlen/scheduler.cuh", "tiles * part / CLUSTER", "16 times the tiles of a sequence's keys: 2**27"),
@@ -202,6 +207,8 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
 def _sources() -> Iterator[tuple[str, KernelSpec, str]]:
     """(source, kernel, target): up to four kernels of each source and target, those that differ most.
 
+    Those for calls of one length come beside them.
+
     A kernel of both targets is that of the first.
     """
     taken: set[str] = set()
@@ -211,7 +218,8 @@ def _sources() -> Iterator[tuple[str, KernelSpec, str]]:
             specs[spec.source].append(spec)
         for source, found in specs.items():
             step = max(1, len(found) // 4)
-            chosen = {spec.expression: spec for spec in found[::step][:4] if spec.expression not in taken}
+            differing = [*found[::step][:4], *(spec for spec in found if spec.params == ONE_LENGTH_PARAMS)]
+            chosen = {spec.expression: spec for spec in differing if spec.expression not in taken}
             taken |= chosen.keys()
             yield from ((source, spec, target) for spec in chosen.values())
 

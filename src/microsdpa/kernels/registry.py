@@ -396,6 +396,11 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
         problem = Problem(8, 16, 16, queries, 4096, 192, "bfloat16", varlen=0, value_dim=128, **shared)  # type: ignore[arg-type]
         if isinstance(found := forward(problem), KernelSpec):
             specs |= dict.fromkeys((found, ampere_varlen.append(problem, ROTARY)))
+    # Calls of one length, of whose queries bulk copies bring whole ones, and cp.async rows.
+    for one_length in ((32, 14, 2, 24, 1500, 64, "bfloat16"), (8, 37, 1, 30, 3000, 80, "float16")):
+        result = hopper_varlen.for_one_length(Problem(*one_length, **shared))  # type: ignore[arg-type]
+        if isinstance(result, KernelSpec):
+            specs[result] = None
     return list(specs)
 
 
