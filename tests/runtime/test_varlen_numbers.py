@@ -27,9 +27,15 @@ def table(name: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, row.split(","))) for row in re.findall(r"\{(.*?)\}", found)]
 
 
-def test_parts_of_a_cta() -> None:
-    kernel = (files("microsdpa") / "kernels/hopper/varlen/scheduler.cuh").read_text()
-    assert f"MOST_TAKEN = {hopper.MOST_TAKEN};" in kernel
+COSTS_OF_SHARING = "SHARING_COSTS", "LEAST_SHARE", "WORTH", "APART", "MOST_AT_ONCE", "MOST_TAKEN"
+
+
+def test_the_kernel_shares_keys_by_the_same_numbers() -> None:
+    folder = files("microsdpa") / "kernels/hopper/varlen"
+    kernel = "".join((folder / name).read_text() for name in ("scheduler.cuh", "shared.cuh"))
+    for name in COSTS_OF_SHARING:
+        assert re.findall(rf"\b{name} = (\d+)[,;]", kernel) == [str(getattr(hopper, name))], name
+    assert f"L2_BYTES = {hopper.L2_BYTES >> 20} << 20;" in kernel
 
 
 def test_tables_of_clusters() -> None:
@@ -45,6 +51,8 @@ def test_tables_of_clusters() -> None:
         ("MOST_KEYS_OF_MMA", policy.MOST_KEYS_OF_MMA),
         *((name, getattr(hopper, name)) for name in ("WAVES", "FEWEST_LARGE", "LONG_KEYS")),
         ("LARGEST_GRANULARITY", sequences.LARGEST_GRANULARITY),
+        *((name, getattr(hopper, name)) for name in COSTS_OF_SHARING),
+        ("BYTES_OF_L2", hopper.L2_BYTES),
     ],
 )
 def test_numbers(name: str, expected: int) -> None:
