@@ -63,7 +63,7 @@ class Absent(Fake):
 
 class FakeGraphRunner(timing.GraphRunner):
     def __init__(self, call: Any) -> None:
-        self.calls, self.turns, self.times = 20, 3, call.times
+        self.calls, self.turns, self.times, self.replay_us = 20, 3, call.times, 20 * call.times[0]
         self.graph = type("Graph", (), {"nodes": call.nodes})()
 
     def turn(self) -> list[float]:
@@ -111,6 +111,26 @@ def test_a_right_peer_is_timed_with_its_interval_and_the_state_of_the_gpu() -> N
     assert row["tflops"] == pytest.approx(536.870912 / 9.1, rel=1e-3)
     assert rows[bench.EMPTY_KERNEL]["median_us"] == 0.6
     assert rows[bench.EMPTY_KERNEL]["op"] == "empty"
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+def test_long_calls_are_timed_once_the_gpu_draws_their_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: dict[float, FakeGraphRunner] = {}
+
+    def prepare(mode: str, calls: Any) -> timing.Runner:
+        runner = FakeGraphRunner(calls[0])
+        return prepared.setdefault(runner.times[0], runner)
+
+    monkeypatch.setattr(timing, "prepare", prepare)
+    monkeypatch.setattr(CaseBench, "_energies", lambda self, mode, runners, *rest: {name: {} for name in runners})
+    rows = CaseBench(CASE, device="cpu", energy=True).run([Fake("long", times=(900.0,))], ["graph"])
+    results.validate(json.loads(json.dumps(results.make("prefill", "microsdpa bench", rows))), "test")
+    settled = {row["impl"]: row.get("settled_ms") for row in rows}
+    assert settled == {"long": 120.0, bench.EMPTY_KERNEL: None}
+    long, empty = prepared[900.0], prepared[0.6]
+    assert long.leads * long.replay_us >= 120_000 > (long.leads - 1) * long.replay_us
+    assert long.replays * long.replay_us >= timing.SUSTAINED_SAMPLE_US
+    assert (long.turns, empty.turns) == (timing.SUSTAINED_TURNS, 3)
 
 
 @pytest.mark.usefixtures("on_a_pretended_h200")

@@ -14,6 +14,9 @@ from microsdpa.evidence.schedule import Cell, Clocks, Load
 from microsdpa.kernels.hopper.throughput.spec import Tiles, choose
 
 TILES = Tiles(2, 128, True, 2600, 4300)
+FIXED = replace(TILES, overlap=False)
+BOTH = pytest.mark.parametrize("tiles", [TILES, FIXED], ids=["dealt", "fixed"])
+"""Whether CTAs take query tiles as they come to them, or have those of their place."""
 TRUE = Clocks(2500.0, 4000.0, 700.0)
 
 
@@ -29,10 +32,11 @@ def _cells(clocks: Clocks) -> list[Cell]:
 
 
 @pytest.mark.parametrize("causal", [None, "upper_left"])
+@BOTH
 @pytest.mark.parametrize(("batch", "seqlen"), [(1, 16384), (4, 4096), (32, 512), (1, 256), (3, 640)])
-def test_every_tile_is_computed_once(batch: int, seqlen: int, causal: str | None) -> None:
+def test_every_tile_is_computed_once(batch: int, seqlen: int, tiles: Tiles, causal: str | None) -> None:
     problem = Case(batch, 16, seqlen, seqlen, 128, causal=causal).problem("sm_90a")  # type: ignore[arg-type]
-    found = schedule.loads(problem, TILES)
+    found = schedule.loads(problem, tiles, TRUE)
     of_head, heads = seqlen // 128, batch * 16
     assert len(found) == min(132, of_head * heads)
     assert sum(load.query_tiles for load in found) == of_head * heads
@@ -40,33 +44,47 @@ def test_every_tile_is_computed_once(batch: int, seqlen: int, causal: str | None
     assert sum(load.key_tiles for load in found) == keys * heads
 
 
-def test_rounds_backwards_make_sums_alike() -> None:
+@BOTH
+def test_sums_of_tiles_are_alike(tiles: Tiles) -> None:
     """The picture of docs/causal-schedule.md, with 132 CTAs: 66 heads of 4 tiles are two rounds."""
     problem = Case(66, 1, 512, 512, 64, causal="upper_left").problem("sm_90a")
-    assert set(schedule.loads(problem, TILES)) == {Load(2, 5, 2)}
+    assert set(schedule.loads(problem, tiles, TRUE)) == {Load(2, 5, 2)}
 
 
+def test_who_is_done_first_takes_the_next_query_tile() -> None:
+    """So no CTA has more to do than another one by more than a query tile of four tiles of keys."""
+    problem = Case(33, 4, 512, 512, 128, causal="upper_left").problem("sm_90a")
+    of_keys, of_tiles = (
+        schedule.loads(problem, TILES, Clocks(*clocks)) for clocks in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0))
+    )
+    assert max(load.key_tiles for load in of_keys) - min(load.key_tiles for load in of_keys) <= 4
+    assert {load.query_tiles for load in of_tiles} == {4}
+
+
+@BOTH
 @pytest.mark.parametrize(("batch", "heads", "heads_kv"), [(1, 32, 8), (4, 32, 8), (8, 16, 16), (1, 66, 66)])
-def test_few_queries_of_many_keys_keep_every_cta_busy(batch: int, heads: int, heads_kv: int) -> None:
+def test_few_queries_of_many_keys_keep_every_cta_busy(batch: int, heads: int, heads_kv: int, tiles: Tiles) -> None:
     """Keys of one head fill L2's share: sections of one head left all CTAs but a few idle."""
     plain = Case(batch, heads, 512, 65536, 128, causal="upper_left").problem("sm_90a")
-    tiles = batch * heads * 4
-    found = schedule.loads(replace(plain, heads_kv=heads_kv), TILES)
-    assert len(found) == min(132, tiles)
-    assert max(load.query_tiles for load in found) == -(-tiles // 132)
+    query_tiles = batch * heads * 4
+    found = schedule.loads(replace(plain, heads_kv=heads_kv), tiles, TRUE)
+    assert len(found) == min(132, query_tiles)
+    assert max(load.query_tiles for load in found) <= -(-query_tiles // 132) + tiles.overlap
 
 
-def test_few_rounds_are_one_section() -> None:
+@BOTH
+def test_few_rounds_are_one_section(tiles: Tiles) -> None:
     """Two sections of four and three heads gave some CTAs the longest tile of each."""
     problem = Case(1, 7, 4476, 4476, 192, causal="upper_left").problem("sm_90a")
-    found = [load.key_tiles for load in schedule.loads(problem, TILES)]
+    found = [load.key_tiles for load in schedule.loads(problem, tiles, TRUE)]
     assert max(found) <= 1.1 * sum(found) / len(found)
 
 
-def test_grouped_heads_share_a_section() -> None:
+@BOTH
+def test_grouped_heads_share_a_section(tiles: Tiles) -> None:
     plain = Case(1, 64, 8192, 8192, 128, causal="upper_left").problem("sm_90a")
     grouped = replace(plain, heads_kv=8)
-    assert schedule.loads(plain, TILES) != schedule.loads(grouped, TILES)
+    assert schedule.loads(plain, tiles, TRUE) != schedule.loads(grouped, tiles, TRUE)
 
 
 def test_a_fit_finds_the_clocks_and_predicts_the_other_lengths() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -40,7 +41,7 @@ class CaseBench:
         seed: of the random order of turns.
         device: where the tensors live.
         judge: where outputs are compared with the oracle, if not there; "cpu" keeps its kernels out of the process.
-        energy: whether the energy of calls in graphs is measured too.
+        energy: whether the energy of calls in graphs is measured too, and their time at the power that they draw.
         excluded: reason by implementation, for those that must not be tried again.
         announce: told which implementation is about to run, so that a death of the process can be laid at its door.
         rows: what was found, so far.
@@ -137,6 +138,8 @@ class CaseBench:
             try:
                 with torch.no_grad(), one.implementation.context():
                     runners[name] = _prepare(mode, self._calls(one.implementation, mode))
+                if self._sustains(mode):
+                    cast("timing.GraphRunner", runners[name]).sustain()
             except Exception as failure:
                 self._refuse([mode], one.fields, _status_of(one.implementation, failure), _reason_of(failure))
         if mode in timing.ON_DEVICE:
@@ -161,8 +164,14 @@ class CaseBench:
             if reason := self._impossible(one.implementation, runners[name], samples, measured.get(EMPTY_KERNEL)):
                 self._refuse([mode], one.fields, "wrong", reason)
             else:
-                nodes = _nodes_per_call(runners[name])
-                self._record(mode, one.fields | {"error": one.error, "nodes": nodes}, samples, state | joules[name])
+                fields = one.fields | {"error": one.error, "nodes": _nodes_per_call(runners[name])}
+                if self._sustains(mode):
+                    fields["settled_ms"] = timing.SETTLING_US / 1e3
+                self._record(mode, fields, samples, state | joules[name])
+
+    def _sustains(self, mode: str) -> bool:
+        """Whether the calls of a mode are timed at the power that they draw."""
+        return self.energy and mode == "graph"
 
     def _energies(
         self,
@@ -175,7 +184,7 @@ class CaseBench:
         found: dict[str, dict[str, object]] = {name: {} for name in runners}
         medians = {name: statistics.median(samples).value for name, samples in measured.items()}
         medians.pop(EMPTY_KERNEL, None)
-        if not self.energy or mode != "graph" or not medians:
+        if not self._sustains(mode) or not medians:
             return found
         slowest = energy.MOST_TIMES_THE_FASTEST * min(medians.values())
         for name, median in medians.items():

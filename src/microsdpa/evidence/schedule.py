@@ -10,6 +10,8 @@ quarter, from one case to the next; zeros leave the clock at its top, so that ti
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from microsdpa.evidence import results
 from microsdpa.evidence.wording import provenance
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.hopper.throughput.spec import Tiles, choose
+from microsdpa.kernels.hopper.throughput.spec import Tiles, choose, is_dealt
 from microsdpa.kernels.problem import ELEMENT_BYTES, Problem
 
 SUITE = "schedule"
@@ -66,10 +68,11 @@ class Cell:
     mhz: float
 
 
-def loads(problem: Problem, tiles: Tiles) -> list[Load]:
+def loads(problem: Problem, tiles: Tiles, clocks: Clocks) -> list[Load]:
     """What each CTA computes of a problem whose rows fill their tiles, in the order of tile_scheduler.cuh.
 
-    Queries stand before the first key, at the left end of the causal mask.
+    Queries stand before the first key, at the left end of the causal mask. `clocks` decide which CTA takes the next
+    query tile, where CTAs take them as they come to them.
     """
     of_head, heads = -(-problem.seqlen_q // tiles.block_m), problem.batch * problem.heads
     causal, section_heads = problem.causal is not None, heads
@@ -80,30 +83,44 @@ def loads(problem: Problem, tiles: Tiles) -> list[Load]:
         key_heads = min(max(SECTION_BYTES // row_bytes // problem.seqlen_k, at_once), problem.batch * problem.heads_kv)
         whole = heads * of_head <= FEW_ROUNDS * ctas and problem.seqlen_k // 2 < problem.seqlen_q
         section_heads = heads if whole else min(heads, key_heads * group)
+    sections = [min(section_heads, heads - first) for first in range(0, heads, section_heads)]
+
+    def seen(in_section: int, index: int) -> int:
+        """Tiles of keys of a section's query tile."""
+        rows = (of_head - index // in_section) * tiles.block_m if causal else problem.seqlen_k
+        return -(-min(rows, problem.seqlen_k) // tiles.block_n)
+
+    found: list[list[int]] = [[] for _ in range(ctas)]
+    if is_dealt(problem, tiles):
+        free = [(0.0, cta) for cta in range(ctas)]
+        for in_section in sections:
+            for index in range(in_section * of_head):
+                clock, cta = free[0]
+                found[cta].append(seen(in_section, index))
+                heapq.heapreplace(free, (clock + clocks.of(_load(found[cta][-1:], causal)), cta))
+        return [_load(keys, causal) for keys in found]
     rounds = -(-section_heads * of_head // ctas)
-    sections = -(-heads // section_heads)
-    shift = 0 if rounds == 1 else rounds * ctas - section_heads * of_head if rounds % 2 == 0 else ctas // sections
-    found = []
-    for cta in range(ctas):
-        seen = []  # tiles of keys of each query tile
-        for section in range(sections):
-            place = (cta + section % ctas * (ctas - shift)) % ctas if causal else cta
-            in_section = min(section_heads, heads - section * section_heads)
-            for turn in range(rounds):
-                backwards = causal and (turn if rounds > 1 else section) % 2 == 1
-                index = turn * ctas + (ctas - 1 - place if backwards else place)
-                if index < in_section * of_head:
-                    rows = (of_head - index // in_section) * tiles.block_m if causal else problem.seqlen_k
-                    seen.append(-(-min(rows, problem.seqlen_k) // tiles.block_n))
-        found.append(Load(len(seen), sum(seen), len(seen) if causal else 0))
-    return found
+    shift = rounds * ctas - section_heads * of_head if rounds % 2 == 0 else ctas // len(sections)
+    shift = 0 if rounds == 1 else shift
+    for cta, section, turn in itertools.product(range(ctas), range(len(sections)), range(rounds)):
+        place = (cta + section % ctas * (ctas - shift)) % ctas if causal else cta
+        backwards = causal and (turn if rounds > 1 else section) % 2 == 1
+        index = turn * ctas + (ctas - 1 - place if backwards else place)
+        if index < sections[section] * of_head:
+            found[cta].append(seen(sections[section], index))
+    return [_load(keys, causal) for keys in found]
+
+
+def _load(key_tiles: list[int], causal: bool) -> Load:
+    """Of query tiles with so many tiles of keys each."""
+    return Load(len(key_tiles), sum(key_tiles), len(key_tiles) if causal else 0)
 
 
 def fit(cells: list[Cell]) -> Clocks:
     """The constants of one kind of tiles by least squares of relative errors, from cells of both kinds of masks."""
     clocks = Clocks(cells[0].tiles.tile_clocks, cells[0].tiles.around_clocks, 0.0)
     for _ in range(FITS):
-        last = [max(loads(cell.problem, cell.tiles), key=clocks.of) for cell in cells]
+        last = [max(loads(cell.problem, cell.tiles, clocks), key=clocks.of) for cell in cells]
         wanted = [(cell.measured_us - START_US) * cell.mhz for cell in cells]
         rows = [
             [load.key_tiles / clock, load.query_tiles / clock, load.diagonals / clock]
@@ -117,12 +134,12 @@ def fit(cells: list[Cell]) -> Clocks:
 
 def predicted_us(cell: Cell, clocks: Clocks) -> float:
     """Microseconds of the launch."""
-    return START_US + max(map(clocks.of, loads(cell.problem, cell.tiles))) / cell.mhz
+    return START_US + max(map(clocks.of, loads(cell.problem, cell.tiles, clocks))) / cell.mhz
 
 
 def imbalance(cell: Cell, clocks: Clocks) -> float:
     """Clocks of the CTA with most to do over those of the mean one."""
-    found = [clocks.of(load) for load in loads(cell.problem, cell.tiles)]
+    found = [clocks.of(load) for load in loads(cell.problem, cell.tiles, clocks)]
     return max(found) * len(found) / sum(found)
 
 

@@ -27,6 +27,7 @@ GRAPH_TURNS, GRAPH_MIN_TURNS, GRAPH_BUDGET_US = 6, 3, 1.0e6
 BUSY_SECONDS = 0.1
 EAGER_CALLS, EAGER_TURNS = 200, 7
 HOST_CALLS, HOST_TURNS, HOST_CALLS_IN_FLIGHT, HOST_BUDGET_US = 2000, 7, 200, 1.0e5
+SETTLING_US, SUSTAINED_SAMPLE_US, SUSTAINED_TURNS = 120_000, 8_000, 5
 STEADY_BLOCK_US, STEADY_TOLERANCE, STEADY_BLOCKS, MAX_WARM_UP_SECONDS = 10_000, 0.01, 3, 0.4
 
 
@@ -56,10 +57,10 @@ class GraphRunner(Runner):
             rounds = math.ceil(self.calls / len(calls) * GRAPH_LEAST_US / each)
             self.calls = rounds * len(calls)
             self.graph = self._captured(calls)
-        replay_us = self._warm_up()
-        self.leads = int(replay_us < GRAPH_LONG_US)
+        self.replay_us = self._warm_up()
+        self.leads, self.replays = int(self.replay_us < GRAPH_LONG_US), 1
         # Long replays take fewer turns, but never fewer than 15 samples.
-        turns = int(GRAPH_BUDGET_US / (replay_us * GRAPH_SAMPLES_PER_TURN))
+        turns = int(GRAPH_BUDGET_US / (self.replay_us * GRAPH_SAMPLES_PER_TURN))
         self.turns = min(GRAPH_TURNS, max(GRAPH_MIN_TURNS, turns))
 
     def _captured(self, calls: Sequence[Call]) -> CapturedGraph:
@@ -96,10 +97,20 @@ class GraphRunner(Runner):
         self._replay(self.leads)
         marks[0].record()
         for mark in marks[1:]:
-            self.graph.replay()
+            self._replay(self.replays)
             mark.record()
         torch.cuda.synchronize()
-        return [float(start.elapsed_time(end)) * 1e3 / self.calls for start, end in itertools.pairwise(marks)]
+        calls = self.calls * self.replays
+        return [float(start.elapsed_time(end)) * 1e3 / calls for start, end in itertools.pairwise(marks)]
+
+    def sustain(self) -> None:
+        """Have turns begin with replays for SETTLING_US, in which power and clock become those of this work alone.
+
+        A GPU at its power limit goes by the power of the last tenth of a second: behind less work its clock is higher.
+        """
+        self.leads = math.ceil(SETTLING_US / self.replay_us)
+        self.replays = math.ceil(SUSTAINED_SAMPLE_US / self.replay_us)
+        self.turns = SUSTAINED_TURNS
 
 
 class EagerRunner(Runner):

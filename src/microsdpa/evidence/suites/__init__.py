@@ -29,7 +29,7 @@ class Suite:
             suites leave out those that would be compiled again for every case.
         eight_bit: the cases in which 8-bit implementations take part.
         variants: the ways of calling this library that take part; all of them if empty.
-        energy: whether the energy of calls is measured too.
+        energy: whether the energy of calls is measured too, and their time at the power that they draw.
         drawn: whether each commit has cases of its own, which are drawn at random.
         labels: what a case is, such as the model that it is from.
     """

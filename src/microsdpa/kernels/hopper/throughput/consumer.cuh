@@ -13,22 +13,26 @@
 
 namespace microsdpa::hopper::throughput {
 
-template <typename SHAPE, typename MASKS, typename DIVISION>
+template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename MASKS, typename DIVISION>
 using SharedOf =
     StorageOf<SharedStorage<typename SHAPE::T, SHAPE::HEAD_DIM, SHAPE::BLOCK_N, SHAPE::CONSUMERS, SHAPE::STAGES,
-                            SHAPE::QUERY_STAGES, typename MaskTraits<MASKS>::Added, MaskTraits<MASKS>::RANGED>,
+                            SHAPE::QUERY_STAGES, typename MaskTraits<MASKS>::Added, MaskTraits<MASKS>::RANGED,
+                            DEALT_TILES<MASKS, OVERLAP, CAUSAL, DIVISION::CTAS>>,
               SHAPE::CONSUMERS, DIVISION>;
 
 template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename GIVEN>
-struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, GIVEN>,
-                           SharedOf<SHAPE, typename PoliciesOf<GIVEN>::Masks, typename PoliciesOf<GIVEN>::Division>,
-                           SHAPE, OVERLAP, CAUSAL> {
+struct Consumer
+    : MainLoop<
+          Consumer<SHAPE, OVERLAP, CAUSAL, GIVEN>,
+          SharedOf<SHAPE, OVERLAP, CAUSAL, typename PoliciesOf<GIVEN>::Masks, typename PoliciesOf<GIVEN>::Division>,
+          SHAPE, OVERLAP, CAUSAL> {
   using MASKS = typename PoliciesOf<GIVEN>::Masks;
   using DROP = typename PoliciesOf<GIVEN>::Drop;
   using Division = typename PoliciesOf<GIVEN>::Division;
   static constexpr int CONTINUES = PoliciesOf<GIVEN>::CONTINUES;
   static constexpr bool DIVIDED = Division::CTAS > 1;
-  using Loop = MainLoop<Consumer, SharedOf<SHAPE, MASKS, Division>, SHAPE, OVERLAP, CAUSAL>;
+  static constexpr bool DEALT = DEALT_TILES<MASKS, OVERLAP, CAUSAL, Division::CTAS>;
+  using Loop = MainLoop<Consumer, SharedOf<SHAPE, OVERLAP, CAUSAL, MASKS, Division>, SHAPE, OVERLAP, CAUSAL>;
   using Masked = MaskTraits<MASKS>;
   using Loop::all_tiles, Loop::o, Loop::query_state, Loop::rows, Loop::shared, Loop::skipped, Loop::tile, Loop::tiles;
   using Loop::BLOCK_M, Loop::BLOCK_N, Loop::HEAD_DIM;
@@ -259,7 +263,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, GIVEN>,
       if (written > 0 || column > 0)
         named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);  // what was there is stored
       put<OUT_COLUMNS<HEAD_DIM>>(shared.out[warpgroup], column, inverse);
-      if constexpr (Masked::RANGED) {
+      if constexpr (DEALT) {
         if (thread == 0) shared.stored(warpgroup) = work;
       }
       fence_proxy_async();
@@ -292,7 +296,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, GIVEN>,
       cluster_arrive<false>();
       cluster_wait();
     }
-    if constexpr (Masked::RANGED) {
+    if constexpr (DEALT) {
       if (written > 0) named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);
       if (thread == 0) shared.stored(warpgroup) = {0, 0, 0, 0};
       named_barrier_arrive(OUT_FULL + warpgroup, OUT_THREADS);

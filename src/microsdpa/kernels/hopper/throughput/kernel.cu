@@ -42,14 +42,14 @@ __device__ __forceinline__ void load_tile(T* shared, const Boxes& boxes, Mbarrie
   }
 }
 
-// Which query tiles a CTA computes, one in each round, and the tiles of keys that masks leave to each: those that its
-// place among the CTAs gives it. One thread.
-template <bool RANGED, typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM, typename DIVISION>
-struct Order {
+// The query tiles of a CTA: those that its place among the CTAs gives it, one in each round, and the tiles of keys that
+// masks leave to each. One thread.
+template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM, typename DIVISION>
+struct FixedOrder {
   const typename MASKS::Params& params;
   const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, DIVISION::CTAS> schedule;
 
-  __device__ __forceinline__ explicit Order(const typename MASKS::Params& params)
+  __device__ __forceinline__ explicit FixedOrder(const typename MASKS::Params& params)
       : params(params), schedule(MASKS::call(params)) {}
 
   __device__ __forceinline__ bool has(int round) const { return schedule.has(round); }
@@ -60,41 +60,70 @@ struct Order {
     }
     return work;
   }
+  __device__ __forceinline__ void ask() {}
   __device__ __forceinline__ void look_ahead() {}
 };
 
-// Ranges of keys are of any length: CTAs take the next query tile when they come to the one before. One warp.
+// The query tiles of a CTA, which takes the next one when it comes to the last keys of the one before.
 template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
-struct Order<true, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, Undivided> {
-  const MaskedParams& params;
+struct DealtOrder {
+  const typename MASKS::Params& params;
   const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule;
   uint32* const counter;  // of query tiles that are taken beyond the CTAs' first ones; zero between launches
   int next = static_cast<int>(blockIdx.x);
   uint32 taken;
-  RowRanges<BLOCK_M, BLOCK_N> ranges;  // of the next one
 
-  __device__ __forceinline__ explicit Order(const MaskedParams& params)
-      : params(params), schedule(params.call), counter(static_cast<uint32*>(params.call.workspace)) {
-    if (has(0)) ranges.load(params, schedule.numbered(next));
-  }
+  __device__ __forceinline__ explicit DealtOrder(const typename MASKS::Params& params)
+      : params(params), schedule(MASKS::call(params)), counter(static_cast<uint32*>(MASKS::call(params).workspace)) {}
 
   __device__ __forceinline__ bool has(int) const { return next < schedule.count(); }
-  // Asks for the next one's number, long before it is needed.
-  __device__ __forceinline__ RangedWork work(int) {
-    if (lane_index() == 0) taken = atomicAdd(counter, 1u);
+  __device__ __forceinline__ WorkTile work(int) const {
+    return masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(params, schedule.numbered(next));
+  }
+  // Asks for the next one's number, somewhat before it is needed. One thread.
+  __device__ __forceinline__ void ask() { taken = atomicAdd(counter, 1u); }
+  // Goes on to the next one. Each query tile is counted once: who counts the last one leaves the counter as it was.
+  __device__ __forceinline__ void look_ahead() { go_on(taken, true); }
+
+ protected:
+  __device__ __forceinline__ void go_on(uint32 number, bool resets) {
+    const int ctas = static_cast<int>(gridDim.x);
+    next = ctas + static_cast<int>(number);
+    if (next == ctas + schedule.count() - 1 && resets) *counter = 0;
+  }
+};
+
+// The same where rows see ranges of keys. One warp.
+template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+struct RangedOrder : DealtOrder<MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
+  using Base = DealtOrder<MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM>;
+  using Base::params, Base::schedule, Base::next, Base::taken;
+  RowRanges<BLOCK_M, BLOCK_N> ranges;  // of the next one
+
+  __device__ __forceinline__ explicit RangedOrder(const MaskedParams& params) : Base(params) {
+    if (Base::has(0)) ranges.load(params, schedule.numbered(next));
+  }
+
+  __device__ __forceinline__ RangedWork work(int) const {
     const int first_row = ranges.work.first_row, first = first_key_tile<MASKS, BLOCK_N>(params, first_row);
     const int tiles = key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, BLOCK_M);
     return ranges.found(params.call.seqlen_k, first, first + tiles);
   }
+  __device__ __forceinline__ void ask() {
+    if (lane_index() == 0) Base::ask();
+  }
   // Begins to read the next one's ranges.
   __device__ __forceinline__ void look_ahead() {
-    const int ctas = static_cast<int>(gridDim.x), count = schedule.count();
-    next = ctas + static_cast<int>(__shfl_sync(FULL_WARP, taken, 0));
-    if (has(0)) ranges.load(params, schedule.numbered(next));
-    // Each query tile is counted once: who counts the last one leaves the counter as it was.
-    if (next == ctas + count - 1 && lane_index() == 0) *counter = 0;
+    Base::go_on(__shfl_sync(FULL_WARP, taken, 0), lane_index() == 0);
+    if (Base::has(0)) ranges.load(params, schedule.numbered(next));
   }
 };
+
+template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM, typename DIVISION, bool RANGED,
+          bool DEALT>
+using OrderOf = IfElse<RANGED, RangedOrder<MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM>,
+                       IfElse<DEALT, DealtOrder<MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM>,
+                              FixedOrder<MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, DIVISION>>>;
 
 // The tiles of keys that a CTA visits for a query tile.
 template <typename DIVISION, typename MASKS, int BLOCK_M, int BLOCK_N>
@@ -109,16 +138,16 @@ __device__ __forceinline__ auto tiles_visited(const typename MASKS::Params& para
 // Issues every copy of the CTA, in the order in which the tiles are needed, and says which query tiles they are of. One
 // thread issues; where rows have ranges, its warp finds out what.
 template <bool CAUSAL, typename MASKS, typename DIVISION, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS,
-          int STAGES, int QUERY_STAGES, typename MASK, bool RANGED>
+          int STAGES, int QUERY_STAGES, typename MASK, bool RANGED, bool DEALT>
 __device__ __forceinline__ void produce(
-    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, RANGED>& shared, bool issues,
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, RANGED, DEALT>& shared, bool issues,
     const typename MASKS::Params& masked_params, const Boxes& query, const Boxes& key, const Boxes& value) {
   const AttentionParams& params = MASKS::call(masked_params);
   constexpr int BLOCK_M = ROWS * CONSUMERS;
   constexpr int TILE_BYTES = BLOCK_N * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
   constexpr int QUERY_BYTES = BLOCK_M * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
   using Work = WorkOf<MASKS>;
-  Order<RANGED, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, DIVISION> order(masked_params);
+  OrderOf<MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, DIVISION, RANGED, DEALT> order(masked_params);
   PipelineState<QUERY_STAGES> query_state;
   PipelineState<STAGES> key_state, value_state;
   int works = 0;
@@ -147,6 +176,7 @@ __device__ __forceinline__ void produce(
 
     const int head_kv = work.head / (params.heads / params.heads_kv);
     for (int tile = 0; tile <= work.tiles; ++tile) {  // K of a tile is needed before V of the one ahead of it
+      if (RANGED && tile == work.tiles - 1) order.ask();
       if (tile == work.tiles) order.look_ahead();
       if (!issues) continue;
       if (tile < work.tiles) {
@@ -156,6 +186,7 @@ __device__ __forceinline__ void produce(
         load_tile<BLOCK_N, HEAD_DIM>(shared.key[key_state.stage], key, full, BLOCK_N * visited[tile], head_kv,
                                      work.batch);
         key_state.advance();
+        if (!RANGED && tile == work.tiles - 1) order.ask();
       }
       if (tile > 0) {
         Mbarrier& full = shared.value_full[value_state.stage];
@@ -234,7 +265,7 @@ __device__ __forceinline__ void store_columns(const Boxes& out, const T* tile, i
 template <bool CAUSAL, int STORERS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES,
           typename MASK>
 __device__ __forceinline__ void store(
-    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, false>& shared,
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, false, false>& shared,
     const AttentionParams& params, const Boxes& out, int first) {
   const Schedule<CAUSAL, ROWS * CONSUMERS, BLOCK_N, HEAD_DIM> schedule(params);
   const bool elected = elect_one();
@@ -265,10 +296,10 @@ __device__ __forceinline__ void store(
 
 // The same of one consumer, which says what it leaves, where CTAs take query tiles as they come to them. One warp.
 template <bool CAUSAL, int STORERS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES,
-          typename MASK>
+          typename MASK, bool RANGED>
 __device__ __forceinline__ void store(
-    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, true>& shared, const AttentionParams&,
-    const Boxes& out, int consumer) {
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, RANGED, true>& shared,
+    const AttentionParams&, const Boxes& out, int consumer) {
   static_assert(CONSUMERS <= STORERS, "a warp for each");
   if (consumer >= CONSUMERS) return;
   const bool elected = elect_one();
@@ -311,7 +342,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   using Masked = MaskTraits<MASKS>;
   static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : Masked::ADDED), "a map for each, and no mask with tails");
   using Shape = TileShape<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
-  using Shared = SharedOf<Shape, MASKS, Division>;
+  using Shared = SharedOf<Shape, OVERLAP, CAUSAL, MASKS, Division>;
   constexpr bool DIVIDED = Division::CTAS > 1;
   static_assert(!DIVIDED || OVERLAP, "consumers that add up their parts have time for it beside products");
   // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.

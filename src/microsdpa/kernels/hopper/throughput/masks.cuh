@@ -37,6 +37,12 @@ struct MaskTraits<NoMasks> {
   using Added = void;
 };
 
+// Whether CTAs take query tiles as they come to them (tile_scheduler.cuh). Those that ranges leave are of any length;
+// those under a causal mask take longer on some SMs than on others. Lists, and masks of numbers, keep the fixed order.
+template <typename MASKS, bool OVERLAP, bool CAUSAL, int CTAS>
+constexpr bool DEALT_TILES = MaskTraits<MASKS>::RANGED || (CAUSAL && OVERLAP && CTAS == 1 &&
+                                                           !MaskTraits<MASKS>::LISTED && !MaskTraits<MASKS>::ADDED);
+
 // The first tile of keys that any query from `first_row` on sees.
 template <typename MASKS, int BLOCK_N>
 __device__ __forceinline__ int first_key_tile(const typename MASKS::Params& params, int first_row) {

@@ -30,10 +30,10 @@ struct MaskRing<void, HEAD_DIM, BLOCK_N, CONSUMERS> {
 };
 
 // Tiles are cut into panels of PANEL columns, stored one after another, and a tail.
-// RANGED: rows see ranges of keys; CTAs take query tiles as they come to them, and a consumer says which one is to be
-// stored.
+// RANGED: rows see ranges of keys. DEALT: CTAs take query tiles as they come to them, and a consumer says which one is
+// to be stored.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, typename MASK = void,
-          bool RANGED = false>
+          bool RANGED = false, bool DEALT = false>
 struct SharedStorage : MaskRing<MASK, HEAD_DIM, BLOCK_N, CONSUMERS> {
   using Masks = MaskRing<MASK, HEAD_DIM, BLOCK_N, CONSUMERS>;
   static_assert(QUERY_STAGES + 2 <= WORK_TILES, "a query tile is described while consumers may ask");
@@ -42,7 +42,7 @@ struct SharedStorage : MaskRing<MASK, HEAD_DIM, BLOCK_N, CONSUMERS> {
   alignas(1024) T key[STAGES][BLOCK_N * STORED_COLUMNS<HEAD_DIM>];
   alignas(1024) T value[STAGES][BLOCK_N * STORED_COLUMNS<HEAD_DIM>];
   alignas(1024) T out[CONSUMERS][ROWS * OUT_COLUMNS<HEAD_DIM>];
-  WorkTileOf<RANGED> work[WORK_TILES + (RANGED ? CONSUMERS : 0)];
+  WorkTileOf<RANGED> work[WORK_TILES + (DEALT ? CONSUMERS : 0)];
   Mbarrier query_full[QUERY_STAGES];
   Mbarrier query_empty[QUERY_STAGES];
   Mbarrier key_full[STAGES];
@@ -52,7 +52,7 @@ struct SharedStorage : MaskRing<MASK, HEAD_DIM, BLOCK_N, CONSUMERS> {
 
   // The query tile of which the consumer's O is in `out`; one without keys when there will be no more.
   __device__ __forceinline__ WorkTile& stored(int consumer) {
-    static_assert(RANGED, "else the schedule knows");
+    static_assert(DEALT, "else the schedule knows");
     return work[WORK_TILES + consumer];
   }
 };

@@ -29,7 +29,9 @@ from microsdpa.kernels.spec import (
 )
 
 WORKS = 4
-"""Descriptions of query tiles in shared memory, of 16 bytes, or of 32 where rows see ranges of keys."""
+"""Descriptions of query tiles in shared memory."""
+WORK_BYTES, RANGED_WORK_BYTES = 16, 32
+"""Of a description, and of one where rows see ranges of keys."""
 DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
 ALONE = 0.6
@@ -96,26 +98,25 @@ class Tiles:
         return ceil(stages * self.consumers * each / 1024) * 1024 if element else 0
 
     def shared_bytes(
-        self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0, ranged: bool = False
+        self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0, work_bytes: int = WORKS * WORK_BYTES
     ) -> int:
-        """SharedStorage's size (shared.cuh); `ranged`: rows see ranges of keys."""
+        """SharedStorage's size (shared.cuh); `work_bytes`: of descriptions of query tiles."""
         tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * stored_columns(head_dim) * ELEMENT
         tiles += self.block_m * out_columns(head_dim) * ELEMENT
         barriers = (2 * query_stages + 4 * stages) * 8
-        works = 32 * (WORKS + self.consumers) if ranged else 16 * WORKS
         # Of WithPartner (divided.cuh), for each consumer: statistics of rows, and barriers.
         partner = 8 * self.consumers * (ROWS + self.ctas.bit_length()) if self.ctas > 1 else 0
-        behind_masks = ceil((tiles + works + barriers + partner) / 1024) * 1024
+        behind_masks = ceil((tiles + work_bytes + barriers + partner) / 1024) * 1024
         return self.mask_bytes(head_dim, mask_element) + behind_masks
 
     @functools.lru_cache  # noqa: B019 (tiles are a few constants)
     def rings(
-        self, head_dim: int, shared_per_cta: int, mask_element: int = 0, ranged: bool = False
+        self, head_dim: int, shared_per_cta: int, mask_element: int = 0, work_bytes: int = WORKS * WORK_BYTES
     ) -> tuple[int, int] | None:
         """(tiles of K and of V, tiles of Q) that fit: two query tiles if two of the others fit as well."""
         for query_stages in (2, 1):
             for stages in range(DEEPEST, 1, -1):
-                if self.shared_bytes(head_dim, stages, query_stages, mask_element, ranged) <= shared_per_cta:
+                if self.shared_bytes(head_dim, stages, query_stages, mask_element, work_bytes) <= shared_per_cta:
                     return stages, query_stages
         return None
 
@@ -303,7 +304,7 @@ def _fitting(problem: Problem) -> tuple[Tiles, ...]:
     if problem.dropout:
         found = tuple(t for t in found if t.consumers == 2)  # of others the registers do not hold random numbers too
     return tuple(
-        t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, is_ranged(problem.mask))
+        t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, work_bytes(problem, t))
     )
 
 
@@ -314,8 +315,22 @@ def mask_element(problem: Problem) -> int:
 
 
 def is_ranged(mask: MaskKind | None) -> bool:
-    """Whether rows see ranges of keys; query tiles are then dealt out as CTAs come to them."""
+    """Whether rows see ranges of keys."""
     return mask is not None and mask.tensor == "int32"
+
+
+def is_dealt(problem: Problem, tiles: Tiles) -> bool:
+    """Whether CTAs take query tiles as they come to them (DEALT_TILES in masks.cuh), of which they keep a count."""
+    mask = problem.mask
+    if mask is not None and mask.tensor is not None:
+        return is_ranged(mask)
+    return ends_early(problem) and tiles.overlap and tiles.ctas == 1
+
+
+def work_bytes(problem: Problem, tiles: Tiles) -> int:
+    """Of descriptions of query tiles: of those that are computed, and of those that consumers store."""
+    each = RANGED_WORK_BYTES if is_ranged(problem.mask) else WORK_BYTES
+    return each * (WORKS + (tiles.consumers if is_dealt(problem, tiles) else 0))
 
 
 def choose(problem: Problem) -> Tiles:
@@ -375,7 +390,8 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     head_dim = padded(problem) if tiles.ctas == 1 else divided_dim(problem.head_dim, tiles.ctas)
     element = mask_element(problem)
     listed = mask if mask is not None and mask.tensor == "bool" else None
-    rings = tiles.rings(head_dim, chip.shared_per_cta, element, is_ranged(mask))
+    works = work_bytes(problem, tiles)
+    rings = tiles.rings(head_dim, chip.shared_per_cta, element, works)
     if rings is None:
         raise ValueError(
             f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {head_dim}, got {tiles}"
@@ -417,7 +433,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,
-        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, is_ranged(mask)),
+        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, works),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         cluster=tiles.ctas,
         split=tiles.ctas,
@@ -426,7 +442,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         tensor_maps=tuple(maps),
         programmatic=True,
         tile_lists=lists,
-        counts=is_ranged(mask),
+        counts=is_dealt(problem, tiles),
         preparation=_list_tiles(lists, listed, causal, marked) if listed and lists else None,
         params=params,
     )
