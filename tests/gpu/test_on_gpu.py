@@ -45,6 +45,7 @@ PACKED = [
     Case(64, 14, 50, 968, 64, heads_kv=2, kind="outliers"),
     Case(24, 64, 12, 1000, 96, heads_kv=8, layout="bshd", kind="mean"),
     Case(16, 12, 16, 1500, 128, heads_kv=4, causal="lower_right"),
+    Case(2, 24, 900, 900, 128, causal="upper_left"),
     Case(48, 16, 150, 512, 128, heads_kv=1, causal="lower_right", masks=("sinks",)),
     Case(16, 64, 20, 3000, 72, heads_kv=8, dtype="bfloat16"),
 ]
@@ -89,6 +90,7 @@ CHAIN = (
     Case(1, 3, 130, 77, 96, causal="lower_right"),
     Case(24, 32, 17, 700, 64, heads_kv=4),
     Case(16, 12, 16, 1500, 128, heads_kv=4, causal="lower_right"),
+    Case(2, 24, 900, 900, 128, causal="upper_left"),
 )
 
 
@@ -372,3 +374,31 @@ def test_a_value_with_fewer_columns(
         with microsdpa.enabled(strict=True):
             again = torch.nn.functional.scaled_dot_product_attention(query, key, narrow, is_causal=causal is not None)
         assert torch.equal(again, out)
+
+
+def test_calls_at_once_count_their_own_query_tiles() -> None:
+    """On two streams and in two graphs of one capturing stream: CTAs take query tiles by a count of their launch."""
+    calls = [make(Case(2, 40, 1000, 1000, 128, causal="upper_left", seed=seed), "cuda") for seed in range(4)]
+    expected = [microsdpa.sdpa(*call, causal="upper_left", impl="hopper/throughput") for call in calls]
+    outs = [torch.full_like(call[0], torch.nan) for call in calls]
+
+    def launch(i: int) -> None:
+        microsdpa.sdpa(*calls[i], causal="upper_left", impl="hopper/throughput", out=outs[i])
+
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for i, graph in enumerate(graphs):
+        launch(i)
+        with torch.cuda.graph(graph):
+            launch(i)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(30):
+        for out in outs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for _ in range(3):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    graphs[i].replay() if i < 2 else launch(i)
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip(outs, expected, strict=True))
