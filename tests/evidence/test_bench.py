@@ -82,7 +82,7 @@ def on_a_pretended_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     empty = type("Empty", (), {"times": (0.6,), "nodes": 20})()
     monkeypatch.setattr(graphs, "empty_kernel", lambda: empty)
     monkeypatch.setattr(graphs, "programmatic_launches", lambda enabled: torch.no_grad())
-    monkeypatch.setattr(environment, "gpu_state", lambda work: {"sm_clock_mhz": 1980.0})
+    monkeypatch.setattr(environment, "gpu_state", lambda work, settling: {"sm_clock_mhz": 1980.0})
     monkeypatch.setattr(environment, "gpu_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(
         timing, "prepare", lambda mode, calls: FakeGraphRunner(calls[0]) if mode == "graph" else FakeRunner()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from microsdpa.evidence import bench, energy, environment, nvml, render, results, suites, timing, worker
 from microsdpa.evidence.inputs import Case
@@ -33,6 +36,24 @@ def test_a_counter_that_moves_in_steps_gives_the_power_of_the_work(monkeypatch: 
     found = energy.watts(lambda: repeated.append(time.sleep(0.005)))
     assert found == pytest.approx(350.0, rel=0.2)
     assert len(repeated) > 10
+
+
+def test_the_state_of_a_gpu_is_the_mean_of_readings_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = iter([1500.0, 1530.0, 1560.0, *[0.0] * 100])  # it has ended at the fourth reading
+    ended = threading.Event()
+
+    def state(uuid: str) -> dict[str, float]:
+        clock = next(clocks)
+        if not clock:
+            ended.set()
+            time.sleep(0.05)
+        return {"sm_clock_mhz": clock} | ({"power_w": 600.0} if clock != 1530.0 else {})
+
+    monkeypatch.setattr(environment, "gpu_uuid", lambda: "GPU-1")
+    monkeypatch.setattr(nvml, "state", state)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert environment.gpu_state(ended.wait, 0.0) == {"sm_clock_mhz": 1530.0}
 
 
 def test_without_a_counter_there_is_no_power_and_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +85,7 @@ def test_rivals_alone_have_their_energy_measured(monkeypatch: pytest.MonkeyPatch
 
 def test_suites_of_long_calls_measure_it_and_processes_are_told() -> None:
     asked = {name for name in suites.names() if suites.load(name).energy}
-    assert asked == {"prefill", "prefill_fp8", "real"}
+    assert asked == {"prefill", "prefill_fp8", "real", "schedule"}
     for name in ("prefill", "small"):
         (_, job, _), *_ = worker.jobs(suites.load(name), ["graph"], "auto", "all")
         assert job["energy"] == (name == "prefill")

@@ -270,7 +270,7 @@ def _nodes_per_call(runner: timing.Runner) -> float | None:
 def _state_under_load(runners: dict[str, timing.Runner]) -> dict[str, object]:
     """Clocks and power while the first graph runs; nothing in the modes that have none."""
     runner = next((r for r in runners.values() if isinstance(r, timing.GraphRunner)), None)
-    return {} if runner is None else environment.gpu_state(runner.keep_busy)
+    return {} if runner is None else environment.gpu_state(runner.keep_busy, runner.settling_seconds)
 
 
 def _reason_of(failure: Exception) -> str:

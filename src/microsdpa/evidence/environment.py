@@ -19,8 +19,8 @@ from microsdpa.jit import nvrtc
 from microsdpa.kernels.problem import target_of
 from microsdpa.runtime import launcher
 
-SETTLING_SECONDS = 0.03
-"""How long work runs before the state of the GPU is read."""
+READING_SECONDS = 0.005
+"""Between two readings of the GPU's state."""
 
 
 def _run(*command: str) -> str | None:
@@ -112,8 +112,11 @@ def gpu_uuid() -> str:
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
-def gpu_state(work: Callable[[], object]) -> dict[str, object]:
-    """Clocks, power and temperature of the current GPU while `work` runs; empty where they cannot be read."""
+def gpu_state(work: Callable[[], object], settling_seconds: float) -> dict[str, object]:
+    """Clocks, power and temperature of the current GPU while `work` runs; empty where they cannot be read.
+
+    They are means of readings, from `settling_seconds` after its beginning to its end.
+    """
     device = torch.cuda.current_device()
     uuid = gpu_uuid()
 
@@ -124,10 +127,18 @@ def gpu_state(work: Callable[[], object]) -> dict[str, object]:
     worker = threading.Thread(target=busy)
     worker.start()
     try:
-        time.sleep(SETTLING_SECONDS)
-        return dict(nvml.state(uuid))
+        time.sleep(settling_seconds)
+        readings = [nvml.state(uuid)]
+        while True:
+            time.sleep(READING_SECONDS)
+            found = nvml.state(uuid)
+            if not worker.is_alive():
+                break
+            readings.append(found)
     finally:
         worker.join()
+    known = [name for name in readings[0] if all(name in one for one in readings)]
+    return {name: round(sum(one[name] for one in readings) / len(readings), 3) for name in known}
 
 
 def max_sm_clock_mhz() -> float | None:

@@ -5,7 +5,7 @@ the causal diagonal. These three are fitted, by the kernel's tiles, to the lengt
 schedule; the other lengths are predicted. The launch is done when the CTA with most to do is.
 
 That suite has zeros in its tensors. Products of random numbers reach the power limit, where the clock falls by up to a
-quarter, from one case to the next; zeros leave the clock at its top, so that time is the schedule's.
+quarter; zeros draw less, so that the clock stays nearer to its top. What it is comes from the recording.
 """
 
 from __future__ import annotations

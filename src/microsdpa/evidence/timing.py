@@ -24,7 +24,8 @@ ON_DEVICE = ("graph", "graph_nopdl", "cold")
 GRAPH_CALLS, GRAPH_LEAST_US, GRAPH_LONG_US, GRAPH_SAMPLES_PER_TURN = 20, 1000.0, 5000.0, 5
 LONG_CALL_US, GRAPH_LONG_CALLS = 1000.0, 4
 GRAPH_TURNS, GRAPH_MIN_TURNS, GRAPH_BUDGET_US = 6, 3, 1.0e6
-BUSY_SECONDS = 0.1
+BUSY_SECONDS, BUSY_SETTLING_SECONDS = 0.1, 0.03
+SUSTAINED_BUSY_SECONDS, SUSTAINED_SETTLING_SECONDS = 0.4, 0.2
 EAGER_CALLS, EAGER_TURNS = 200, 7
 HOST_CALLS, HOST_TURNS, HOST_CALLS_IN_FLIGHT, HOST_BUDGET_US = 2000, 7, 200, 1.0e5
 SETTLING_US, SUSTAINED_SAMPLE_US, SUSTAINED_TURNS = 120_000, 8_000, 5
@@ -42,7 +43,13 @@ class Runner:
 
 
 class GraphRunner(Runner):
-    """Back-to-back calls in one CUDA graph; a sample is a replay, which starts while the device is still busy."""
+    """Back-to-back calls in one CUDA graph; a sample is a replay, which starts while the device is still busy.
+
+    Attributes:
+        busy_seconds: what keep_busy() takes; of these the GPU settles in `settling_seconds`.
+    """
+
+    busy_seconds, settling_seconds = BUSY_SECONDS, BUSY_SETTLING_SECONDS
 
     def __init__(self, calls: Sequence[Call]) -> None:
         calls[0]()  # what a first call does besides is not to be seen in the next one
@@ -85,8 +92,8 @@ class GraphRunner(Runner):
             self.graph.replay()
 
     def keep_busy(self) -> None:
-        """Replay for a tenth of a second."""
-        deadline = time.perf_counter() + BUSY_SECONDS
+        """Replay for `busy_seconds`."""
+        deadline = time.perf_counter() + self.busy_seconds
         while time.perf_counter() < deadline:
             self.graph.replay()
             torch.cuda.synchronize()
@@ -111,6 +118,7 @@ class GraphRunner(Runner):
         self.leads = math.ceil(SETTLING_US / self.replay_us)
         self.replays = math.ceil(SUSTAINED_SAMPLE_US / self.replay_us)
         self.turns = SUSTAINED_TURNS
+        self.busy_seconds, self.settling_seconds = SUSTAINED_BUSY_SECONDS, SUSTAINED_SETTLING_SECONDS
 
 
 class EagerRunner(Runner):
