@@ -402,3 +402,16 @@ def test_calls_at_once_count_their_own_query_tiles() -> None:
                     graphs[i].replay() if i < 2 else launch(i)
         torch.cuda.synchronize()
         assert all(torch.equal(*pair) for pair in zip(outs, expected, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, (200, 0)])
+def test_causal_calls_of_other_lengths_count_their_query_tiles(window: tuple[int, int] | None) -> None:
+    """Calls whose plan follows from that of another length."""
+    causal: Causal | None = None if window else "upper_left"
+    for seqlen in (1200, 1210, 1300, 1201, 1250):
+        call = make(Case(2, 40, seqlen, seqlen, 128, causal="upper_left", seed=seqlen), "cuda")
+        out = microsdpa.sdpa(*call, causal=causal, window=window)
+        again = microsdpa.sdpa(*call, causal=causal, window=window)
+        assert isinstance(out, torch.Tensor)
+        assert torch.equal(out, again)
+        assert close(out, call, **({"window": window} if window else {"causal": causal}))

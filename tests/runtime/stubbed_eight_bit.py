@@ -471,7 +471,7 @@ def test_a_failed_launch_is_told(checks: list[Any]) -> None:
         (641, (641, 0, 0), "expected at most 640 bytes of a parameter, got 641"),
         (64, (65, 0, 0), "expected 65 bytes more, got 64"),
         (64, (64, 1, 57, 0, 0, 0), "a place in 64 bytes of a parameter, got 57"),
-        (64, (64, 1, 0, 33, 0, 0), "an operand below 33, got 33"),
+        (64, (64, 1, 0, 34, 0, 0), "an operand below 34, got 34"),
         (64, (64, 0, 1, 61, 0), "a place in 64 bytes of a parameter, got 61"),
         (64, (64, 0, 1, 0, 8), "an operand below 8, got 8"),
     ],

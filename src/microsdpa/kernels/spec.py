@@ -248,7 +248,7 @@ class KernelSpec:
         workspace_fixed_bytes: scratch memory that no sizes decide about. In calls of one length, of a kernel for many,
             the launcher leaves it out where CTAs share no keys.
         tile_lists: scratch memory beside those rows'; the kernel that writes it has a CTA for each list.
-        counts: in the place of scratch memory there are counters, which are zero between launches.
+        counts: in the place of scratch memory there is a counter, which is zero between launches.
         changed_rows: scratch memory that this kernel writes Q and K to, ahead of all others of the call. They read them
             there, and the scratch memory of their own lies behind.
         preparation: kernel launched before this one with the same parameters.

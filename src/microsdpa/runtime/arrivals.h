@@ -1,5 +1,5 @@
 // Counters in device memory that are zero between launches: kernels whose CTAs wait for one another's parts count
-// arrivals in them, and the last one to arrive sets them back.
+// arrivals in them, and others the query tiles that CTAs have taken. The last one to count sets them back.
 #pragma once
 
 #include <map>
@@ -14,29 +14,31 @@ namespace microsdpa {
 // its own. A captured launch may run on any stream later, beside any other: it has counters of its own, for ever.
 class Arrivals {
  public:
-  static constexpr std::size_t COUNTERS = 1024, BYTES = COUNTERS * sizeof(uint32);
+  static constexpr int COUNTERS = 1024;
 
-  // The device address of COUNTERS counters for a launch on `stream`; the context is current.
-  std::uintptr_t of(CUcontext context, CUstream stream) {
+  // The device address of that many counters, COUNTERS at most, for a launch on `stream`; the context is current.
+  std::uintptr_t of(CUcontext context, CUstream stream, int counters = COUNTERS) {
     const bool captured = is_captured(stream);
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (captured) return take(context);
-    std::uintptr_t& counters = of_stream_[{context, stream}];
-    if (!counters) counters = take(context);
-    return counters;
+    if (captured) return take(context, counters);
+    std::uintptr_t& of_stream = of_stream_[{context, stream}];
+    if (!of_stream) of_stream = take(context, COUNTERS);
+    return of_stream;
   }
 
  private:
   struct Block {
     std::uintptr_t next = 0, end = 0;
   };
-  static constexpr std::size_t BLOCK_BYTES = std::size_t(1) << 20;
+  static constexpr std::size_t BLOCK_BYTES = std::size_t(1) << 20, LINE_BYTES = 128;
 
-  std::uintptr_t take(CUcontext context) {
+  // Whole cache lines: launches that run at the same time do not wait for one another's.
+  std::uintptr_t take(CUcontext context, int counters) {
+    const std::size_t bytes = (counters * sizeof(uint32) + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
     Block& block = blocks_[context];
-    if (block.next == block.end) block = allocate_zeros();
+    if (block.end - block.next < bytes) block = allocate_zeros();
     const std::uintptr_t found = block.next;
-    block.next += BYTES;
+    block.next += bytes;
     return found;
   }
 

@@ -29,7 +29,7 @@ inline void issue_kernels(const Plan& plan, const DLTensor& query, Addresses& ad
     scratch.emplace(plan.workspace_bytes, query, plan.context, stream);
     addresses[WORKSPACE] = scratch->address();
   }
-  if (plan.counts) addresses[COUNTERS] = arrivals().of(plan.context, stream);
+  if (plan.counters) addresses[COUNTER] = addresses[COUNTERS] = arrivals().of(plan.context, stream, plan.counters);
   for (const PlannedKernel& kernel : plan.kernels) {
     if (!kernel.only_with_lse || addresses[LSE]) kernel.issue(driver(), stream, addresses, numbers);
   }

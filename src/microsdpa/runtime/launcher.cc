@@ -306,7 +306,10 @@ std::shared_ptr<const Plan> register_plan(Integers integers, const ffi::Bytes& p
     for (PlannedKernel& kernel : plan->kernels) kernel.sizing = read_sizing(integers);
   }
   for (const PlannedKernel& kernel : plan->kernels) {
-    for (const Pointer& pointer : kernel.pointers) plan->counts |= pointer.operand == COUNTERS;
+    for (const Pointer& pointer : kernel.pointers) {
+      if (pointer.operand == COUNTERS) plan->counters = Arrivals::COUNTERS;
+      if (pointer.operand == COUNTER) plan->counters = std::max(plan->counters, 1);
+    }
   }
   TVM_FFI_CHECK(integers.at_end(), ValueError) << "numbers: expected no more after " << kernels << " kernels";
   if (!call.key.varlen()) add_ranged(call.key, plan);

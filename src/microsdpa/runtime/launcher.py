@@ -312,7 +312,7 @@ _OPERANDS = (
     *("query", "key", "value", "out", "attn_mask", "alibi_slopes", "sinks"),
     *("query_scale", "key_scale", "value_scale", "grad_out"),
     *("cos", "sin", "query_positions", "key_positions", "query_weight", "query_bias", "key_weight", "key_bias"),
-    *("lse", "workspace", "counters", "grad_lse"),
+    *("lse", "workspace", "counters", "counter", "grad_lse"),
     *("grad_query", "grad_key", "grad_value", "grad_mask", "grad_slopes", "grad_sinks"),
     *("drawn", "seed", "offset", "state"),
 )
@@ -477,7 +477,7 @@ def _loaded_stages(spec: KernelSpec, target: str, device: int) -> _Loaded:
             function, context = load_kernel(_compiled(stage, target), device)
             places = [(_OPERANDS.index(box.tensor), 0) for box in stage.tensor_maps]
             launch_rest = _launch_integers(function, stage, (0, 0, 0))[4:]
-            counters = [(Params.workspace.offset, _OPERANDS.index("counters"), 0)] if stage.counts else []
+            counters = [(Params.workspace.offset, _OPERANDS.index("counter"), 0)] if stage.counts else []
             # Whether only calls with an LSE launch it; bytes of a parameter, addresses and numbers of its own.
             own = [0, 0, len(counters), *chain.from_iterable(counters), 0]
             packed = _packed([*launch_rest, *own, *_map_integers(stage, (), places)])

@@ -121,7 +121,7 @@ struct Plan {
   std::vector<PlannedKernel> kernels;  // launched one after another
   std::int64_t workspace_bytes;        // scratch memory of one call
   std::int64_t shared_bytes;           // what of it a kernel needs where its CTAs share keys, of sequences.h
-  bool counts;                         // whether there are counters among the addresses of a kernel
+  int counters;                        // among the addresses of a kernel: those of an operand, one, or none
   ChangedRows changed;
   SizeRange range;
   std::shared_ptr<const Plan> next;  // in ranged_plans() of plans.h: of other sizes

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 
 #include "framework.h"
 #include "plan.h"
@@ -112,7 +113,10 @@ inline std::shared_ptr<const Plan> plan_like(const Plan& before, const Call& cal
     ScopedContext current(driver(), plan->context);
     for (PlannedKernel& kernel : plan->kernels) {
       const CallKey key = operands_of(kernel, call.key);
+      const std::vector<Pointer> pointers = std::move(kernel.pointers);
       fill(kernel, key, plan->changed, &kernel == &plan->kernels.front());
+      std::copy_if(pointers.begin(), pointers.end(), std::back_inserter(kernel.pointers),
+                   [](const Pointer& pointer) { return pointer.operand == COUNTER; });  // of no size
       kernel.sizing.apply(key, kernel.launch.grid);
       for (EncodedTensorMap& map : kernel.launch.tensor_maps) {
         if (map.spec.operand == WORKSPACE) continue;  // Q as it was changed, of which nothing grows
