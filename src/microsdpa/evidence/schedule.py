@@ -2,7 +2,8 @@
 
 A CTA takes as long as its tiles: so many clocks for a tile of keys, more around a query tile, and more for the tiles on
 the causal diagonal. These three are fitted, by the kernel's tiles, to the lengths FITTED of a recording of suite
-schedule; the other lengths are predicted. The launch is done when the CTA with most to do is.
+schedule; the other lengths are predicted. The launch is done when the CTA with most to do is, or somewhat later where
+the tensors take as long from memory.
 
 That suite has zeros in its tensors. Products of random numbers reach the power limit, where the clock falls by up to a
 quarter; zeros draw less, so that the clock stays nearer to its top. What it is comes from the recording.
@@ -34,6 +35,10 @@ FITS = 5
 """Rounds of a fit: which CTA is the last depends on the constants."""
 START_US = 1.5
 """From the launch to the first product: parameters, descriptors, the first tiles of Q and K."""
+MEMORY_BYTES_PER_US = 4.0e6
+"""Read and written, of an H200."""
+TOGETHER = 3.0
+"""CTAs compute while others wait for memory: the cube of the launch's time is the sum of the cubes of both."""
 
 
 @dataclass(frozen=True)
@@ -116,25 +121,35 @@ def _load(key_tiles: list[int], causal: bool) -> Load:
     return Load(len(key_tiles), sum(key_tiles), len(key_tiles) if causal else 0)
 
 
+def memory_us(problem: Problem) -> float:
+    """Microseconds in which device memory reads Q, K and V once, and takes O."""
+    rows = 2 * problem.heads * problem.seqlen_q + 2 * problem.heads_kv * problem.seqlen_k
+    return problem.batch * rows * problem.head_dim * ELEMENT_BYTES[problem.dtype] / MEMORY_BYTES_PER_US
+
+
 def fit(cells: list[Cell]) -> Clocks:
     """The constants of one kind of tiles by least squares of relative errors, from cells of both kinds of masks."""
     clocks = Clocks(cells[0].tiles.tile_clocks, cells[0].tiles.around_clocks, 0.0)
     for _ in range(FITS):
         last = [max(loads(cell.problem, cell.tiles, clocks), key=clocks.of) for cell in cells]
-        wanted = [(cell.measured_us - START_US) * cell.mhz for cell in cells]
-        rows = [
-            [load.key_tiles / clock, load.query_tiles / clock, load.diagonals / clock]
-            for load, clock in zip(last, wanted, strict=True)
-        ]
-        system = torch.tensor(rows, dtype=torch.float64)
-        found = torch.linalg.lstsq(system, torch.ones(len(rows), 1, dtype=torch.float64), driver="gelsd").solution
+        rows, wanted = [], []
+        for cell, load in zip(cells, last, strict=True):
+            whole = (cell.measured_us - START_US) ** TOGETHER
+            own = max(whole - memory_us(cell.problem) ** TOGETHER, 0.0)
+            weight = own / whole  # of a relative error of the CTA's own time, in that of the launch
+            clock = own ** (1 / TOGETHER) * cell.mhz
+            rows.append([weight * tiles / clock for tiles in (load.key_tiles, load.query_tiles, load.diagonals)])
+            wanted.append([weight])
+        system, target = torch.tensor(rows, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)
+        found = torch.linalg.lstsq(system, target, driver="gelsd").solution
         clocks = Clocks(*(float(value) for value in found[:, 0]))
     return clocks
 
 
 def predicted_us(cell: Cell, clocks: Clocks) -> float:
     """Microseconds of the launch."""
-    return START_US + max(map(clocks.of, loads(cell.problem, cell.tiles, clocks))) / cell.mhz
+    own = max(map(clocks.of, loads(cell.problem, cell.tiles, clocks))) / cell.mhz
+    return START_US + float(own**TOGETHER + memory_us(cell.problem) ** TOGETHER) ** (1 / TOGETHER)
 
 
 def imbalance(cell: Cell, clocks: Clocks) -> float:
