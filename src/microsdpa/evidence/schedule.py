@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -149,7 +150,7 @@ def fit(cells: list[Cell]) -> Clocks:
 def predicted_us(cell: Cell, clocks: Clocks) -> float:
     """Microseconds of the launch."""
     own = max(map(clocks.of, loads(cell.problem, cell.tiles, clocks))) / cell.mhz
-    return START_US + float(own**TOGETHER + memory_us(cell.problem) ** TOGETHER) ** (1 / TOGETHER)
+    return START_US + math.pow(own**TOGETHER + memory_us(cell.problem) ** TOGETHER, 1 / TOGETHER)
 
 
 def imbalance(cell: Cell, clocks: Clocks) -> float:
