@@ -159,6 +159,18 @@ REFUSED = {
         + "if (threadIdx.x == 0) {\n  bulk_reduce_add(p.out, s, 256);\n  tma_store_commit();\n  tma_store_wait();\n  }",
         "bulk reduction of byte .* wrote, with no fence.proxy.async",
     ),
+    "bulk reduction of global memory without a proxy fence": (
+        REDUCED
+        + "fence_proxy_async();\n  p.out[threadIdx.x] = 1.0f;\n  __syncthreads();\n  "
+        + "if (threadIdx.x == 0) bulk_reduce_add(p.out, s, 256);",
+        "bulk reduction of global memory that thread .* of block 0 wrote, with no fence.proxy.async.global",
+    ),
+    "bulk reduction of global memory behind a proxy fence of another thread": (
+        REDUCED
+        + "fence_proxy_async();\n  __syncthreads();\n  p.out[threadIdx.x] = 1.0f;\n  fence_proxy_async_global();\n  "
+        + "if (threadIdx.x == 0) bulk_reduce_add(p.out, s, 256);",
+        "bulk reduction of global memory that thread .* of block 0 wrote, with no fence.proxy.async.global",
+    ),
     "bulk reduction without a wait": (
         REDUCED + "fence_proxy_async();\n  __syncthreads();\n  if (threadIdx.x == 0) bulk_reduce_add(p.out, s, 256);",
         "a bulk reduction is in flight when its thread returns",
@@ -252,6 +264,11 @@ ALLOWED = {
     "a reduction": ("const float x = warp_sum(p.in[threadIdx.x]);\n  p.out[threadIdx.x] = x;", lambda i: 496 if i < 32 else 1520),
     "reading what another read": (
         SHARED + "s[threadIdx.x] = p.in[threadIdx.x];\n  __syncthreads();\n  p.out[threadIdx.x] = s[0] + s[1] + s[threadIdx.x];",
+        lambda i: 1 + i,
+    ),
+    "a bulk reduction of what threads wrote to global memory, behind proxy fences and a barrier": (
+        REDUCED + "fence_proxy_async();\n  p.out[threadIdx.x] = p.in[threadIdx.x];\n  fence_proxy_async_global();\n  __syncthreads();\n"
+        "  if (threadIdx.x == 0) {\n  bulk_reduce_add(p.out, s, 256);\n  tma_store_commit();\n  tma_store_wait();\n  }",
         lambda i: 1 + i,
     ),
 }  # fmt: skip

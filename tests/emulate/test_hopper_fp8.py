@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from harness import tree
 
 from microsdpa import quantize, reference
 from microsdpa.attention.quantize import Format, Granularity, Quantized, expand_scale
 from microsdpa.emulate import run
-from microsdpa.emulate.run import Schedule
+from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import lost_of_scores
@@ -65,9 +67,13 @@ def problem_of(case: Case, key_block: int, operands: Operands = "fp8") -> Proble
 
 
 def attend(
-    spec: KernelSpec, problem: Problem, case: Case, quantized: tuple[Quantized, Quantized, Quantized]
+    spec: KernelSpec,
+    problem: Problem,
+    case: Case,
+    quantized: tuple[Quantized, Quantized, Quantized],
+    root: Path | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(output, LSE) of two schedules, the same bits in both."""
+    """(output, LSE) of two schedules, the same bits in both; `root`: of other sources."""
     names = ("query", "key", "value")
     inputs = {name: x.values for name, x in zip(names, quantized, strict=True)}
     inputs |= {f"{name}_scale": x.scale for name, x in zip(names, quantized, strict=True)}
@@ -79,7 +85,7 @@ def attend(
         scale = case.head_dim**-0.5 if case.scale is None else case.scale
         launch = attending(spec, problem, places, scale)
         report = run.one_kernel(
-            *(spec, launch.grid, launch.filled, inputs, outputs), schedule=schedule, count_banks=True
+            *(spec, launch.grid, launch.filled, inputs, outputs), schedule=schedule, count_banks=True, root=root
         )
         assert report.bank_conflicts == 0
         found.append(tuple(outputs.values()))
@@ -88,7 +94,12 @@ def attend(
 
 
 def check(
-    case: Case, granularity: Granularity, block: int, tiles: Tiles | None = None, operands: Operands = "fp8"
+    case: Case,
+    granularity: Granularity,
+    block: int,
+    tiles: Tiles | None = None,
+    operands: Operands = "fp8",
+    root: Path | None = None,
 ) -> None:
     query, key, value = make(case)
     format: Format = "e4m3" if operands == "fp8" else "int8"
@@ -100,7 +111,7 @@ def check(
     problem = problem_of(case, block, operands)
     spec = throughput(problem) if tiles is None else specification(problem, tiles)
     assert isinstance(spec, KernelSpec)
-    out, lse = attend(replace(spec, max_ctas=CTAS), problem, case, quantized)
+    out, lse = attend(replace(spec, max_ctas=CTAS), problem, case, quantized, root)
     plain = [x.dequantize() for x in quantized]
     scales = tuple(expand_scale(x.scale, x.granularity, x.block, x.values.shape) for x in quantized[:2])
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
@@ -162,6 +173,14 @@ def test_scales_of_keys_in_place(head_dim: int, tiles: Tiles, operands: Operands
 )
 def test_wide_heads_with_other_tiles(case: Case, tiles: Tiles) -> None:
     check(case, "head", 0, tiles)
+
+
+def test_sums_in_the_output_want_a_proxy_fence_ahead_of_its_copies(tmp_path: Path) -> None:
+    """Sums of many keys lie where O is to come, until a bulk copy brings it."""
+    file = "hopper/throughput_8bit/wide_promoting.cuh"
+    sources = tree(tmp_path, {file: ("    if constexpr (PROMOTES) fence_proxy_async_global();", "")})
+    with pytest.raises(EmulationError, match=r"bulk tensor store of global memory .* no fence\.proxy\.async\.global"):
+        check(Case(1, 1, 70, 200, 256), "head", 0, Tiles(64, 2, 3, 2, 128), root=sources)
 
 
 @pytest.mark.parametrize("case", [Case(1, 2, 270, 200, 64, causal="upper_left"), Case(1, 1, 70, 1300, 128)], ids=str)

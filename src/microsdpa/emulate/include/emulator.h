@@ -69,6 +69,7 @@ void bulk_to_peer(std::uint32_t target, std::uint32_t shared, int bytes, std::ui
 void store_async(std::uint32_t target, const void* data, int bytes, std::uint32_t barrier, Place place);
 void peer_access(std::uint32_t target, void* data, int bytes, bool write, Place place);
 void fence_proxy_async();
+void fence_proxy_async_global();
 
 // Clusters, and what warps are given.
 int cluster_rank();

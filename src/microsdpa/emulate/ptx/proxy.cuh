@@ -1,9 +1,8 @@
-// Order with bulk copies for the emulator, whose global memory is always in order; kernels/ptx/proxy.cuh says what each
-// function does.
+// Order with bulk copies for the emulator; kernels/ptx/proxy.cuh says what each function does.
 #pragma once
 
 namespace microsdpa {
 
-inline void fence_proxy_async_global() {}
+inline void fence_proxy_async_global() { emulator::fence_proxy_async_global(); }
 
 }  // namespace microsdpa

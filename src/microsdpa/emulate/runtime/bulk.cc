@@ -170,6 +170,7 @@ void Processor::bulk_load(std::uint32_t shared, const void* map, std::uint32_t b
           !fault.empty()) {
         fail(place, "bulk tensor copy: %s", fault.c_str());
       }
+      check_async_global(*address, static_cast<std::size_t>(view.element_bytes), "bulk tensor copy", place);
       std::memcpy(data.data() + byte, reinterpret_cast<const void*>(*address),
                   static_cast<std::size_t>(view.element_bytes));
       valid += static_cast<std::uint64_t>(view.element_bytes);
@@ -203,6 +204,7 @@ void Processor::bulk_load_bytes(std::uint32_t shared, const void* global, int by
   if (const std::string fault = global_fault(source, size, false); !fault.empty()) {
     fail(place, "bulk copy: %s", fault.c_str());
   }
+  check_async_global(source, size, "bulk copy", place);
   Delivery delivery;
   delivery.number = take_flight("a bulk copy", place);
   delivery.bytes = bytes;
@@ -278,6 +280,7 @@ void Processor::bulk_store(const void* map, std::uint32_t shared, BoxOrigin orig
         !fault.empty()) {
       fail(place, "bulk tensor store: %s", fault.c_str());
     }
+    check_async_global(*address, static_cast<std::size_t>(view.element_bytes), "bulk tensor store", place);
     shadow_.begin_leaving(offset, static_cast<std::size_t>(view.element_bytes), store.number);
     store.targets.emplace_back(*address, offset);
     counters.global_write_bytes += static_cast<std::uint64_t>(view.element_bytes);
@@ -301,6 +304,7 @@ void Processor::bulk_reduce_add(float* global, std::uint32_t shared, int bytes, 
   if (const std::string fault = global_fault(target, size, true); !fault.empty()) {
     fail(place, "bulk reduction: %s", fault.c_str());
   }
+  check_async_global(target, size, "bulk reduction", place);
   BulkStore store;
   store.number = take_flight("a bulk reduction", place);
   store.target_bytes = sizeof(float), store.adds = true;
@@ -351,6 +355,13 @@ void Processor::finish_store(const BulkStore& store) {
     // From here the reads are as if this thread had made them: who writes next needs a barrier with it.
     shadow_.mark_read(offset, bytes, self_->id, self_->known, 0);
   }
+}
+
+void Processor::fence_proxy_async_global() {
+  Knowledge& known = self_->known;
+  known.fenced_global.resize(known.clock.size());
+  raise(known.fenced_global, known.clock);
+  advance(self_->id);
 }
 
 void Processor::fence_proxy_async() {

@@ -30,6 +30,19 @@ void Processor::global_access(std::uintptr_t address, std::size_t bytes, bool wr
           other.cluster == cluster_ ? "barrier" : "counter behind fences, and no turn,");
 }
 
+// That what threads wrote to global memory is behind a proxy fence when a bulk copy comes.
+void Processor::check_async_global(std::uintptr_t address, std::size_t bytes, const char* operation, Place place) {
+  const GlobalConflict conflict = job_.global.unfenced(address, bytes, cluster_, self_->known);
+  if (!conflict.kind) return;
+  const Access& other = conflict.access;
+  const int threads = job_.launch.threads;
+  const auto block = static_cast<long long>(other.cluster * job_.launch.cluster + other.thread / threads);
+  fail(place, "%s of global memory that thread %d of block %lld wrote, with no %s between the two", operation,
+       other.thread % threads, block,
+       other.cluster == cluster_ ? "fence.proxy.async.global ahead of a barrier"
+                                 : "counter behind fences, and no turn,");
+}
+
 // A clock of this cluster's threads beside those of others.
 std::shared_ptr<const Heard> Processor::for_others(const VectorClock& clock,
                                                    const std::shared_ptr<const Heard>& heard) const {
@@ -72,8 +85,11 @@ void Processor::wait_for_turn(const std::int32_t* number, std::int32_t turn, Pla
     }
     std::this_thread::yield();
   }
-  const std::lock_guard<std::mutex> lock(job_.rendezvous.mutex);
-  self_->known.heard = together(self_->known.heard, job_.rendezvous.left[reinterpret_cast<std::uintptr_t>(number)]);
+  {
+    const std::lock_guard<std::mutex> lock(job_.rendezvous.mutex);
+    self_->known.heard = together(self_->known.heard, job_.rendezvous.left[reinterpret_cast<std::uintptr_t>(number)]);
+  }
+  fence_proxy_async_global();
 }
 
 void Processor::end_turn(std::int32_t* number, std::int32_t next, Place place) {

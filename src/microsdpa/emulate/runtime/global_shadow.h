@@ -79,6 +79,25 @@ class GlobalShadow {
     return found;
   }
 
+  // A write of these bytes that a bulk copy by someone with this knowledge does not follow: of another cluster without
+  // knowing of it, or of its own cluster with no proxy fence behind it.
+  GlobalConflict unfenced(std::uintptr_t address, std::size_t bytes, std::int64_t own_cluster, const Knowledge& known) {
+    for (Range& range : ranges_) {
+      if (address - range.begin >= range.bytes || bytes < GRANULE) continue;
+      const std::size_t first = (address - range.begin) / GRANULE, last = (address + bytes - 1 - range.begin) / GRANULE;
+      for (std::size_t g = first; g <= last; ++g) {
+        const Access other = Access::of(__atomic_load_n(&range.writes[g].access, __ATOMIC_RELAXED));
+        if (other.clock == 0) continue;
+        const VectorClock& fenced = known.fenced_global;
+        const bool follows = other.cluster == own_cluster ? !fenced.empty() && other.clock <= fenced[other.thread]
+                                                          : other.is_known(own_cluster, -1, known);
+        if (!follows) return {other, __atomic_load_n(&range.writes[g].place, __ATOMIC_RELAXED), "wrote"};
+      }
+      break;
+    }
+    return {};
+  }
+
  private:
   struct Cell {
     std::uint64_t access, place;

@@ -248,6 +248,7 @@ class Processor {
   void bulk_to_peer(std::uint32_t target, std::uint32_t shared, int bytes, std::uint32_t barrier, Place place);
   void store_async(std::uint32_t target, const void* data, int bytes, std::uint32_t barrier, Place place);
   void fence_proxy_async();
+  void fence_proxy_async_global();
 
   // Clusters and warpgroups (cluster.cc, wgmma.cc).
   std::uint32_t peer_address(const void* shared, int rank, Place place);
@@ -302,6 +303,7 @@ class Processor {
   std::string shared_fault(std::size_t offset, std::size_t bytes, bool write);
   void check_global(std::uintptr_t address, std::size_t bytes, bool write, std::uint64_t place);
   void global_access(std::uintptr_t address, std::size_t bytes, bool write, std::uint64_t place);
+  void check_async_global(std::uintptr_t address, std::size_t bytes, const char* operation, Place place);
   std::shared_ptr<const Heard> for_others(const VectorClock& clock, const std::shared_ptr<const Heard>& heard) const;
   std::string global_fault(std::uintptr_t address, std::size_t bytes, bool write);
   void deliver(const AsyncCopy& copy);

@@ -128,6 +128,8 @@ EXPORTED void peer_access(std::uint32_t target, void* data, int bytes, bool writ
 
 EXPORTED void fence_proxy_async() { Processor::current()->fence_proxy_async(); }
 
+EXPORTED void fence_proxy_async_global() { Processor::current()->fence_proxy_async_global(); }
+
 EXPORTED int cluster_rank() { return Processor::current()->self().cta; }
 
 EXPORTED void cluster_arrive(bool release, Place place) { Processor::current()->cluster_arrive(release, place); }

@@ -65,17 +65,19 @@ inline std::shared_ptr<const Heard> together(const std::shared_ptr<const Heard>&
 }
 
 // What a thread knows: the latest clock of every thread that happened before its present, and how much of that has
-// passed a proxy fence on its way here, so that asynchronous units see it as well. The same of other clusters, and how
-// much of both has passed a __threadfence(), so that a thread of another cluster sees it that finds a later atomic
-// operation: a fence may lie ahead of a barrier, and the operation behind it (PTX ISA, "Fence-SC order").
+// passed a proxy fence on its way here, so that asynchronous units see it as well, in shared or in global memory. The
+// same of other clusters, and how much of both has passed a __threadfence(), so that a thread of another cluster sees
+// it that finds a later atomic operation: a fence may lie ahead of a barrier, and the operation behind it (PTX ISA,
+// "Fence-SC order").
 struct Knowledge {
-  VectorClock clock, fenced, released;  // `released` is empty until there is a fence
+  VectorClock clock, fenced;
+  VectorClock fenced_global, released;  // empty until there is such a fence
   std::shared_ptr<const Heard> heard, released_of_others;
 
   void reset(int size) {
     clock.assign(size, 0);
     fenced.assign(size, 0);
-    released.clear();
+    fenced_global.clear(), released.clear();
     heard.reset(), released_of_others.reset();
   }
   void learn(const Knowledge& other) {
@@ -83,6 +85,10 @@ struct Knowledge {
     raise(clock, other.clock);
     raise(fenced, other.fenced);
     heard = together(heard, other.heard);
+    if (!other.fenced_global.empty()) {
+      fenced_global.resize(clock.size());
+      raise(fenced_global, other.fenced_global);
+    }
     if (other.released.empty()) return;
     released.resize(clock.size());
     raise(released, other.released);
