@@ -37,7 +37,7 @@ FITS = 5
 START_US = 1.5
 """From the launch to the first product: parameters, descriptors, the first tiles of Q and K."""
 MEMORY_BYTES_PER_US = 4.0e6
-"""Read and written, of an H200."""
+"""Read and written, of an H200: chosen on the recording of suite schedule, with TOGETHER."""
 TOGETHER = 3.0
 """CTAs compute while others wait for memory: the cube of the launch's time is the sum of the cubes of both."""
 
