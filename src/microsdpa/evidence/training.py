@@ -1,7 +1,8 @@
 """Suite backward: gradients alone, and the forward pass with them, of this library and of peers, in CUDA graphs.
 
 A peer's call is differentiated as torch does it. This library has two rows: `sdpa`, whose gradient may be one of
-torch's backward passes, and "own kernels", where it never is.
+torch's backward passes, and "own kernels", where it never is. A turn begins with replays of its own work, until power
+and clock are those of this work alone.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def _measure(case: Case, implementations: Sequence[Implementation]) -> list[resu
         runners = {}
         for index, found in calls.items():
             with implementations[index].context():
-                runners[str(index)] = timing.prepare("graph", [found[direction]])
+                runners[str(index)] = timing.GraphRunner([found[direction]])
+                runners[str(index)].sustain()
 
         def turn_of(name: str, turn: Callable[[], list[float]]) -> list[float]:
             with implementations[int(name)].context():
@@ -129,7 +131,7 @@ def _measure(case: Case, implementations: Sequence[Implementation]) -> list[resu
         for name, samples in timing.interleave(runners, 0, turn_of).items():
             measured = statistics.summary(samples)
             tflops = flops(case, direction) / statistics.median(samples).value / 1e6
-            named = {"tflops": tflops, "direction": direction, "case": label}
+            named = {"tflops": tflops, "direction": direction, "case": label, "settled_ms": timing.SETTLING_US / 1e3}
             rows.append(results.row(case, **fields[int(name)], **measured, **named))
     return rows
 
