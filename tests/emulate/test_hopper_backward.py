@@ -16,7 +16,8 @@ from harness import Replacement
 from microsdpa.emulate.run import EmulationError, Schedule, scheduled
 from microsdpa.evidence.inputs import Case
 from microsdpa.execution import gradients
-from microsdpa.kernels.hopper.backward.spec import Tiling, choose
+from microsdpa.kernels.hopper.backward.spec import MANY_QUERIES, Tiling, choose
+from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.spec import Rejection
 
 TARGET = "sm_90a"
@@ -90,7 +91,52 @@ def test_a_fixed_order_gives_the_same_bits(case: Case) -> None:
 @pytest.mark.parametrize("case", [Case(1, 1, 140, 200, 128), Case(1, 1, 140, 200, 128, causal="upper_left")], ids=str)
 def test_other_tilings_are_right(case: Case) -> None:
     wanted = expected(case)
-    check(wanted, replace(tiling_of(wanted), query_stages=2, dp_first=False), TARGET, same_bits=False)
+    check(wanted, replace(tiling_of(wanted), query_stages=2), TARGET, same_bits=False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 2, 250, 200, 128, dtype="bfloat16"),
+        Case(1, 2, 170, 300, 120, heads_kv=1, causal="upper_left"),
+        Case(1, 1, 161, 140, 128, causal="lower_right"),  # queries that see nothing
+    ],
+    ids=str,
+)
+def test_the_tiling_for_many_queries_is_right(case: Case, deterministic: bool) -> None:
+    wanted = expected(case, through_lse=True)
+    tiling = replace(MANY_QUERIES, in_order=deterministic)
+    reports = check(wanted, tiling, TARGET, same_bits=deterministic)
+    assert all(report.bank_conflicts == 0 for report in reports[:-1])
+
+
+@pytest.mark.parametrize(
+    ("case", "block_m"),
+    [
+        (Case(1, 1, 2048, 200, 128), 80),
+        (Case(1, 1, 2047, 200, 128), 64),
+        (Case(1, 1, 8192, 200, 120, causal="upper_left"), 80),
+        (Case(1, 1, 8191, 200, 128, causal="lower_right"), 64),
+        (Case(1, 1, 9000, 200, 112), 64),
+        (Case(1, 1, 9000, 200, 64), 128),
+        (Case(1, 1, 9000, 128, 128), 64),
+    ],
+    ids=str,
+)
+def test_many_queries_have_larger_tiles(case: Case, block_m: int) -> None:
+    problem = Problem(
+        *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim),
+        case.dtype,
+        causal=case.causal,
+        target=TARGET,
+    )
+    tiling = choose(problem)
+    assert isinstance(tiling, Tiling)
+    assert tiling.block_m == block_m
+    dropping = choose(replace(problem, dropout=True))
+    assert isinstance(dropping, Tiling)
+    assert dropping.block_m != 80
 
 
 def test_tiles_past_the_diagonal_are_not_multiplied() -> None:
@@ -181,17 +227,23 @@ MUTANTS = [
     ),
     Mutant(
         *("dS is read before it is there", FOLDER + "consumer.cuh"),
-        *("    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);\n    Part dq", "    Part dq"),
-        *(PLAIN, "race|nothing has written"),
+        *("    mbarrier_wait(shared.ds_full[turn % 2], turn / 2 % 2);\n", ""),
+        *(PLAIN, "race|nothing has written|a wait is missing"),
+    ),
+    Mutant(
+        *("dS is written over that is still read", FOLDER + "consumer.cuh"),
+        *("    mbarrier_wait(shared.ds_empty[turn % 2], turn / 2 % 2 ^ 1);\n", ""),
+        *(LONG, "race|in flight|still|a wait is missing"),
     ),
     Mutant(
         *("dK is written over K that is still read", FOLDER + "consumer.cuh"),
-        "    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);\n    store(*this, grad_key",
+        "    named_barrier_sync(KEYS_READ, CONSUMERS * WARPGROUP_THREADS);\n    store(*this, grad_key",
         *("    store(*this, grad_key", PLAIN, "race|in flight"),
     ),
     Mutant(
         *("a tile of queries is given back too early", FOLDER + "consumer.cuh"),
-        *("release(shared.query_empty[before]);", "release(shared.query_empty[query_stage]);"),
+        *("    accumulate_keys(ds, shared.query[query_stage]);\n",),
+        "    release(shared.query_empty[query_stage]);\n    accumulate_keys(ds, shared.query[query_stage]);\n",
         *(Case(1, 1, 600, 100, 64), "race|in flight|arrival|deadlock"),
     ),
     Mutant(

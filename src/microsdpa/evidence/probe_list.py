@@ -180,6 +180,7 @@ def _tma_probes() -> list[Probe]:
             8,
             floats(-100.0, 100.0, 4),
             target="sm_90a",
+            view="float32",
             source=HOPPER,
             shared_bytes=1024,
         ),

@@ -12,9 +12,12 @@ struct Consumer {
   using Products = float[C::BLOCK_M / 2];
   using Rounded = uint32[C::BLOCK_M / 16][4];  // A operands
   using Sums = float[C::HEAD_DIM / 2];
-  using Part = float[PART_COLUMNS / 2];  // of dQ
+  using Part = float[(C::TRANSPOSED ? C::BLOCK_M : PART_COLUMNS) / 2];  // of dQ
   static constexpr int BLOCK_M = C::BLOCK_M, BLOCK_N = C::BLOCK_N, HEAD_DIM = C::HEAD_DIM, COLUMNS = C::COLUMNS;
   static constexpr int EIGHT_ROWS = 8 * BOX * sizeof(T);
+  // Of the large tiles some turns take more registers than there are: with WHOLE dP is multiplied after P and not while
+  // P is made, and with dropout dV is waited for ahead of dS.
+  static constexpr bool LARGE = BLOCK_M == 2 * ROWS, DP_BESIDE_P = !(LARGE && C::WHOLE), DV_AHEAD = LARGE && Drop::ANY;
   static constexpr float LN_2 = 0.693147180559945309417f;
 
   SharedStorage<C>& shared;
@@ -51,105 +54,124 @@ struct Consumer {
     start_sums<C>(dv, p, grad_out);
   }
 
-  // Starts dK += dS^T Q. Of dS^T it reads the warpgroup's rows in shared memory: there are no registers to keep them in
-  // until a turn later.
-  __device__ __forceinline__ void accumulate_keys(const T* ds, const T* query) {
-    const uint64 a = matrix_descriptor(ds + warpgroup * ROWS * BOX, 16, EIGHT_ROWS, Swizzle::BYTES_128);
-    const uint64 b = matrix_descriptor(query, BLOCK_M * BOX * sizeof(T), EIGHT_ROWS, Swizzle::BYTES_128);
-    wgmma_fence_registers(dk);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) {
-      const int panel = k * 16 / BOX, at = k * 16 % BOX;
-      wgmma<T, HEAD_DIM, Major::K, Major::MN>(dk, advance(a, (panel * BLOCK_N * BOX + at) * sizeof(T)),
-                                              advance(b, 16 * BOX * k * sizeof(T)));
-    }
-    wgmma_commit();
-  }
+  // Starts dK += dS^T Q.
+  __device__ __forceinline__ void accumulate_keys(const Rounded& ds, const T* query) { start_sums<C>(dk, ds, query); }
 
-  // Starts this warpgroup's part of dQ = dS K: of 64 queries all columns, or of all queries those of a panel.
+  // Starts this consumer's part of dQ = dS K: of 64 queries all columns, or of all queries those of a panel. Where
+  // queries are no whole panels it is transposed, and dS^T has panels of 16 queries.
   __device__ __forceinline__ void multiply_keys(Part& dq, const T* ds) const {
-    const int query_panel = BLOCK_M > BOX ? warpgroup : 0, key_panel = BLOCK_M > BOX ? 0 : warpgroup;
-    const uint64 a = matrix_descriptor(ds + query_panel * BLOCK_N * BOX, 16, EIGHT_ROWS, Swizzle::BYTES_128);
-    const uint64 b = matrix_descriptor(shared.key + key_panel * BLOCK_N * BOX, 16, EIGHT_ROWS, Swizzle::BYTES_128);
     wgmma_fence_registers(dq);
     wgmma_fence();
+    if constexpr (C::TRANSPOSED) {
+      const T* const columns = shared.key + warpgroup * BLOCK_N * BOX;
+      const uint64 a = matrix_descriptor(columns, 16, EIGHT_ROWS, Swizzle::BYTES_128);
+      const uint64 b = matrix_descriptor(ds, BLOCK_N * 16 * sizeof(T), 8 * 16 * sizeof(T), Swizzle::BYTES_32);
 #pragma unroll
-    for (int k = 0; k < BLOCK_N / 16; ++k) {
-      wgmma<T, PART_COLUMNS, Major::MN, Major::MN>(dq, advance(a, 16 * BOX * k * sizeof(T)),
-                                                   advance(b, 16 * BOX * k * sizeof(T)), k > 0);
+      for (int k = 0; k < BLOCK_N / 16; ++k) {
+        wgmma<T, BLOCK_M, Major::MN, Major::MN>(dq, advance(a, 16 * BOX * k * sizeof(T)),
+                                                advance(b, 16 * 16 * k * sizeof(T)), k > 0);
+      }
+    } else {
+      const int query_panel = BLOCK_M > BOX ? warpgroup : 0, key_panel = BLOCK_M > BOX ? 0 : warpgroup;
+      const uint64 a = matrix_descriptor(ds + query_panel * BLOCK_N * BOX, 16, EIGHT_ROWS, Swizzle::BYTES_128);
+      const uint64 b = matrix_descriptor(shared.key + key_panel * BLOCK_N * BOX, 16, EIGHT_ROWS, Swizzle::BYTES_128);
+#pragma unroll
+      for (int k = 0; k < BLOCK_N / 16; ++k) {
+        wgmma<T, PART_COLUMNS, Major::MN, Major::MN>(dq, advance(a, 16 * BOX * k * sizeof(T)),
+                                                     advance(b, 16 * BOX * k * sizeof(T)), k > 0);
+      }
     }
     wgmma_commit();
   }
 
-  // Starts S^T of the next tile of queries.
-  __device__ __forceinline__ void score(Products& next) const {
-    mbarrier_wait(shared.query_full[query_state.stage], query_state.phase);
-    multiply(next, shared.key, shared.query[query_state.stage]);
-  }
-  // Takes it when it is there. Between the two the registers of the S before are free.
-  __device__ __forceinline__ void take(Products& next) {
-    wgmma_fence_registers(next);
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 2; ++i) s[i] = next[i];
-  }
-
-  // A turn, of which S is there; dK of the turn before is on its way.
-  template <bool LAST>
+  // A turn: dK and dV of a tile of queries, and dQ of the tile before, whose dS both consumers have left by now. So
+  // neither waits long for the other, and the second one, which begins later, stays half a turn behind.
+  template <bool FIRST>
   __device__ __forceinline__ void step(int turn, const Turn& at) {
     const int query_stage = query_state.stage, grad_stage = grad_state.stage;
-    const int before = query_stage == 0 ? C::QUERY_STAGES - 1 : query_stage - 1;
-    T* const ds = shared.ds[turn % 2];
+    mbarrier_wait(shared.query_full[query_stage], query_state.phase);
+    if (FIRST && warpgroup == 1) named_barrier_sync(FIRST_THERE, CONSUMERS * WARPGROUP_THREADS);
+    multiply(s, shared.key, shared.query[query_stage]);
     mbarrier_wait(shared.grad_full[grad_stage], grad_state.phase);
     Products dp;
-    if constexpr (C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
+    if constexpr (DP_BESIDE_P) multiply(dp, shared.value, shared.grad_out[grad_stage]);
+    wgmma_wait<DP_BESIDE_P ? 1 : 0>();
+    wgmma_fence_registers(s);
     Products p;
     weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
     Rounded rounded;
     round_kept_to<T>(rounded, p, drop);
-    if constexpr (!C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
-    accumulate_values(rounded, shared.grad_out[grad_stage]);
-    wgmma_wait<1>();
+    if constexpr (!DP_BESIDE_P) multiply(dp, shared.value, shared.grad_out[grad_stage]);
+    if (FIRST && warpgroup == 0) named_barrier_arrive(FIRST_THERE, CONSUMERS * WARPGROUP_THREADS);
+    wgmma_wait<0>();
     wgmma_fence_registers(dp);
-    wgmma_fence_registers(dk);
-    if (turn > 0) release(shared.query_empty[before]);
+    accumulate_values(rounded, shared.grad_out[grad_stage]);
+    if constexpr (DV_AHEAD) {
+      wgmma_wait<0>();
+      wgmma_fence_registers(dv);
+#pragma unroll
+      for (int k = 0; k < BLOCK_M / 16; ++k) wgmma_fence_registers(rounded[k]);
+    }
     differentiate(p, dp, shared.delta[query_stage], thread, drop);
-    Rounded words;
-    round_to<T>(words, p);
-#pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(place(*this, ds, k), words[k]);
-    fence_proxy_async();
-    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
+    Rounded ds;
+    round_to<T>(ds, p);
+    put_scores(turn, ds);
     Part dq;
-    multiply_keys(dq, ds);
-    query_state.advance();
-    Products next;
-    if constexpr (!LAST) score(next);
+    if constexpr (!FIRST) start_queries(turn - 1, dq);
     accumulate_keys(ds, shared.query[query_stage]);
-    wgmma_wait<LAST ? 1 : 2>();
+    if constexpr (!FIRST && !C::WHOLE) {
+      wgmma_wait<1>();
+      put(turn - 1, dq);
+    }
+    wgmma_wait<0>();
     wgmma_fence_registers(dv);
-    wgmma_fence_registers(dq);
+    wgmma_fence_registers(dk);
 #pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) wgmma_fence_registers(rounded[k]);  // nobody else has had them
+    for (int k = 0; k < BLOCK_M / 16; ++k) {  // nobody else has had them
+      if constexpr (!DV_AHEAD) wgmma_fence_registers(rounded[k]);
+      wgmma_fence_registers(ds[k]);
+    }
     release(shared.grad_empty[grad_stage]);
+    release(shared.query_empty[query_stage]);
+    if constexpr (!FIRST && C::WHOLE) put(turn - 1, dq);  // it takes more registers
+    if constexpr (Drop::ANY) draw_next(at);
     grad_state.advance();
+    query_state.advance();
+  }
+
+  // Draws for the turn behind `at`, while little else is in registers.
+  __device__ __forceinline__ void draw_next(Turn at) {
+    at.advance(walk);
+    drop.draw(*this, at);
+  }
+
+  // Leaves dS^T where both consumers read it.
+  __device__ __forceinline__ void put_scores(int turn, const Rounded& ds) const {
+    mbarrier_wait(shared.ds_empty[turn % 2], turn / 2 % 2 ^ 1);
+    T* const to = shared.ds[turn % 2];
+#pragma unroll
+    for (int k = 0; k < BLOCK_M / 16; ++k) {
+      stmatrix(C::TRANSPOSED ? place_in_sixteens(*this, to, k) : place(*this, to, k), ds[k]);
+    }
+    fence_proxy_async();
+    release(shared.ds_full[turn % 2]);
+  }
+
+  // Starts this consumer's part of dQ of a turn.
+  __device__ __forceinline__ void start_queries(int turn, Part& dq) const {
+    mbarrier_wait(shared.ds_full[turn % 2], turn / 2 % 2);
+    multiply_keys(dq, shared.ds[turn % 2]);
+  }
+  // Leaves it, when it is there, where it is added to global memory or stored from.
+  __device__ __forceinline__ void put(int turn, Part& dq) const {
+    wgmma_fence_registers(dq);
+    release(shared.ds_empty[turn % 2]);
     if constexpr (C::WHOLE) {
       put_queries(reinterpret_cast<T*>(shared.sums[warpgroup]), dq, call.scale_log2 * LN_2, warpgroup, thread,
                   turn == 0);
     } else {
       put_sums(shared.sums[warpgroup], dq, warpgroup, thread, turn == 0);
     }
-    if constexpr (!LAST) {
-      if constexpr (Drop::ANY) draw_next(at);
-      wgmma_wait<1>();
-      take(next);
-    }
-  }
-
-  // Draws for the turn behind `at`, while its S is multiplied.
-  __device__ __forceinline__ void draw_next(Turn at) {
-    at.advance(walk);
-    drop.draw(*this, at);
   }
 
   __device__ __forceinline__ void run() {
@@ -157,29 +179,25 @@ struct Consumer {
     wgmma_fence_registers(dk);
     wgmma_fence_registers(dv);
     mbarrier_wait(shared.owned_full, 0);
-    {
-      Products next;
-      score(next);
-      if constexpr (Drop::ANY) drop.draw(*this, Turn(walk));
-      wgmma_wait<0>();
-      take(next);
-    }
     Turn at(walk);
-    for (int turn = 0; turn + 1 < walk.turns; ++turn) {
-      step<false>(turn, at);
+    if constexpr (Drop::ANY) drop.draw(*this, at);
+    step<true>(0, at);
+    for (int turn = 1; turn < walk.turns; ++turn) {
       at.advance(walk);
+      step<false>(turn, at);
     }
-    step<true>(walk.turns - 1, at);
+    Part dq;
+    start_queries(walk.turns - 1, dq);
     wgmma_wait<0>();
-    wgmma_fence_registers(dk);
+    put(walk.turns - 1, dq);
   }
 
   __device__ __forceinline__ void finish(const TensorMap& grad_key, const TensorMap& grad_value) const {
     float factor = 1.0f;
     if constexpr (Drop::ANY) factor = drop.scale;
     store(*this, grad_value, shared.value, dv, factor);
-    // The other warpgroup has read K for its dQ.
-    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
+    // The other consumer has read K for its dQ.
+    named_barrier_sync(KEYS_READ, CONSUMERS * WARPGROUP_THREADS);
     store(*this, grad_key, shared.key, dk, call.scale_log2 * LN_2);
     if (thread / 32 == 0) tma_store_wait_read<0>();
   }

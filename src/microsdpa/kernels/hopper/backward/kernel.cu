@@ -6,10 +6,11 @@
 // other warpgroups, the consumers, has 64 keys. Pipeline:
 //   1. TMA brings K and V once, and fills rings of Q with LSE and delta, and of dO
 //   2. S^T = K Q^T and dP^T = V dO^T; P^T and dS^T stay in registers, as A operands of dV and dK
-//   3. dS^T also goes to shared memory: each consumer makes a part of the tile's dQ, of both consumers' keys
+//   3. dS^T also goes to shared memory: a turn later each consumer makes a part of the tile's dQ, of both's keys
 //   4. dQ goes to shared memory, and is added in FP32 to global memory by bulk copies, in any order or in a fixed one
-// S of the next tile is multiplied before dK of this one, so that its exponentials run beside products.
-// Bound by: the tensor cores, and shared memory, which S, dP and dQ read both operands from.
+// The second consumer begins when the first one has P of its first tile. The two then stay half a turn apart: products
+// of one run beside exponentials of the other.
+// Bound by: shared memory, which S, dP and dQ read both operands from, and power.
 #include "../../ptx/address.cuh"
 #include "consumer.cuh"
 #include "producer.cuh"
@@ -29,15 +30,15 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const Attentio
 
 // HEAD_DIM: that of the call, filled up with zeros to a width of wgmma. IN_ORDER: whether sums of dQ are added in an
 // order that is always the same. MAPS: that of dQ, where one CTA has all keys of a head, and dQ is no sum.
-template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool DP_FIRST, bool IN_ORDER,
-          bool CAUSAL, typename DROPOUT = NoDropout, typename... MAPS>
+template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool CAUSAL,
+          typename DROPOUT = NoDropout, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     gradients(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given,
               const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
               const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap grad_out,
               const __grid_constant__ TensorMap grad_key, const __grid_constant__ TensorMap grad_value,
               const __grid_constant__ MAPS... maps) {
-  using C = Tiles<T, HEAD_DIM, BLOCK_M, QUERY_STAGES, GRAD_STAGES, DP_FIRST, (sizeof...(MAPS) > 0)>;
+  using C = Tiles<T, HEAD_DIM, BLOCK_M, QUERY_STAGES, GRAD_STAGES, (sizeof...(MAPS) > 0)>;
   using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2>::Type;
   const BackwardParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.forward.call;

@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Backw
   const AttentionParams& call = params.forward.call;
   grid_dependency_wait();
   grid_dependency_launch();
-  const Workspace<BLOCK_M, SUMS / PART> workspace(call);
+  constexpr int PARTS = PARTS_OF<HEAD_DIM>;
+  const Workspace<BLOCK_M, PARTS, SUMS / PARTS> workspace(call);
   const int index = blockIdx.x / workspace.tiles, tile = blockIdx.x % workspace.tiles;  // the head of all, and its tile
   const int64 batch = index / call.heads, head = index % call.heads;
   const int lane = threadIdx.x % LANES, column = lane * WIDTH;
@@ -50,13 +51,13 @@ __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Backw
     }
   }
   if constexpr (SUMS > 0) {
-    if (threadIdx.x < SUMS / PART) workspace.turn(index, tile)[threadIdx.x] = 0;
+    if (threadIdx.x < PARTS) workspace.turn(index, tile)[threadIdx.x] = 0;
     auto* sums = reinterpret_cast<float4*>(workspace.sum(index, tile));
 #pragma unroll
     for (int i = 0; i < SUMS / 4; i += THREADS) {
-      if constexpr (HEAD_DIM % BOX != 0) {  // columns that products fill up are in no dQ
+      if constexpr (HEAD_DIM % BOX != 0 && BLOCK_M % BOX == 0) {  // columns that products fill up are in no dQ
         const int four = i + threadIdx.x, of_part = four / WARPGROUP_THREADS % 8 * 8;
-        if (of_part + (BLOCK_M > BOX ? 0 : four / (PART / 4) * BOX) >= HEAD_DIM) continue;
+        if (of_part + (BLOCK_M > BOX ? 0 : four / (SUMS / PARTS / 4) * BOX) >= HEAD_DIM) continue;
       }
       sums[i + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }

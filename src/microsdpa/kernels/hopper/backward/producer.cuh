@@ -33,7 +33,7 @@ __device__ __forceinline__ void produce(Storage& shared, const AttentionParams& 
   if (walk.turns == 0) return;
   mbarrier_arrive_expect(shared.owned_full, 2 * OWNED_BYTES);
   load_tile<C, C::BLOCK_N>(shared.key, key, shared.owned_full, walk.first_key, walk.head_kv, walk.batch);
-  const Workspace<C::BLOCK_M, C::PARTS> workspace(call);
+  const Workspace<C::BLOCK_M, C::PARTS, C::PART> workspace(call);
   PipelineState<C::QUERY_STAGES> query_state;
   PipelineState<C::GRAD_STAGES> grad_state;
   Turn at(walk);
@@ -63,7 +63,7 @@ __device__ __forceinline__ void produce(Storage& shared, const AttentionParams& 
 template <typename C, bool CAUSAL, bool IN_ORDER, typename Storage>
 __device__ __forceinline__ void add_sums(Storage& shared, const AttentionParams& call,
                                          const Walk<C, CAUSAL, IN_ORDER>& walk, int consumer) {
-  const Workspace<C::BLOCK_M, C::PARTS> workspace(call);
+  const Workspace<C::BLOCK_M, C::PARTS, C::PART> workspace(call);
   const bool elected = elect_one();
   Turn at(walk);
   for (int turn = 0; turn < walk.turns; ++turn) {
@@ -74,8 +74,8 @@ __device__ __forceinline__ void add_sums(Storage& shared, const AttentionParams&
       named_barrier_sync(SUMS_FULL + consumer, SUMS_THREADS);
       if (elected) {
         const int head = walk.batch * call.heads + at.head;
-        float* const sum = workspace.sum(head, at.tile) + part * PART;
-        const int bytes = ROWS * C::part_columns(part) * static_cast<int>(sizeof(float));
+        float* const sum = workspace.sum(head, at.tile) + part * C::PART;
+        const int bytes = C::part_bytes(part);
         if constexpr (IN_ORDER) {
           const int before = walk.keys_before(call, at.tile);
           int32* const turn_of = workspace.turn(head, at.tile) + part;
@@ -119,11 +119,18 @@ __device__ __forceinline__ void store_queries(SharedStorage<C>& shared, const W&
   }
 }
 
+constexpr int READERS = 4 * CONSUMERS;  // warps
+
 // Readiness of what the CTA loads.
 template <typename C, typename Storage>
 __device__ __forceinline__ void init_barriers(Storage& shared) {
-  constexpr int READERS = 4 * CONSUMERS;  // warps
   if (threadIdx.x == 0) {
+    if constexpr (C::BLOCK_N > ROWS) {
+      for (int i = 0; i < 2; ++i) {
+        mbarrier_init(shared.ds_full[i], READERS);
+        mbarrier_init(shared.ds_empty[i], READERS);
+      }
+    }
     mbarrier_init(shared.owned_full, 1);
 #pragma unroll
     for (int stage = 0; stage < C::QUERY_STAGES; ++stage) {

@@ -186,6 +186,13 @@ __device__ __forceinline__ T* place(const Consumer& of, T* tile, int block) {
   return tile + 16 * block / BOX * BLOCK_N * BOX + row * BOX + 8 * chunk;
 }
 
+// The same in panels of 16 columns, with a pattern of 32 bytes.
+template <typename Consumer, typename T>
+__device__ __forceinline__ T* place_in_sixteens(const Consumer& of, T* tile, int block) {
+  const int lane = of.thread % 32, row = of.rows() * ROWS + of.thread / 32 * 16 + lane % 16;
+  return tile + (block * Consumer::BLOCK_N + row) * 16 + 8 * (lane / 16 ^ row / 4 % 2);
+}
+
 // Leaves a consumer's part of dQ where it is added to global memory.
 template <int N>
 __device__ __forceinline__ void put_sums(float* sums, const float (&dq)[N], int warpgroup, int thread, bool first) {

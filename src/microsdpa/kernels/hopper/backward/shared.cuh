@@ -12,30 +12,35 @@ namespace microsdpa::hopper::backward {
 using microsdpa::backward::BackwardParams;
 
 constexpr int CONSUMERS = 2;
-constexpr int PART = ROWS * 64;  // sums of dQ that a consumer makes at a time
 
 // Tiles in memory have whole panels of BOX columns. Products have HEAD_DIM columns, which is a multiple of 16.
 constexpr int BOX = 64;
 template <int HEAD_DIM>
 constexpr int PANEL_COLUMNS = (HEAD_DIM + BOX - 1) / BOX * BOX;
 
-// BLOCK_M queries are walked over at a time, and each consumer has 64 of the CTA's keys. DP_FIRST: dP is multiplied
-// while P is made, else after it, which takes fewer registers. WHOLE: a CTA has all keys of its head, and what it makes
-// of dQ are no parts of sums.
-template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool DP_FIRST_, bool WHOLE_>
+// Parts of the sums of dQ of a tile: a consumer makes one at a time.
+template <int HEAD_DIM>
+constexpr int PARTS_OF = HEAD_DIM > 2 * BOX ? PANEL_COLUMNS<HEAD_DIM> / BOX : CONSUMERS;
+
+// BLOCK_M queries are walked over at a time, and each consumer has 64 of the CTA's keys. WHOLE: a CTA has all keys of
+// its head, and what it makes of dQ are no parts of sums.
+template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool WHOLE_>
 struct Tiles {
   using T = T_;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = BLOCK_M_, BLOCK_N = ROWS * CONSUMERS;
   static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
-  static constexpr bool DP_FIRST = DP_FIRST_, WHOLE = WHOLE_;
+  static constexpr bool WHOLE = WHOLE_;
   static constexpr int COLUMNS = PANEL_COLUMNS<HEAD_DIM>;
-  static constexpr int PARTS = BLOCK_M * COLUMNS / PART;  // of the sums of dQ of a tile
-  static_assert(PARTS == CONSUMERS, "each consumer has a part of 64 x 64 sums of dQ");
-  static_assert(BLOCK_M % BOX == 0 && HEAD_DIM % 16 == 0, "products have whole steps");
+  static constexpr bool TRANSPOSED = BLOCK_M % BOX != 0;  // parts of dQ: columns are the rows of a product
+  static constexpr int PARTS = PARTS_OF<HEAD_DIM>, PART = BLOCK_M * COLUMNS / PARTS;
+  static_assert(BLOCK_M % 16 == 0 && HEAD_DIM % 16 == 0, "products have whole steps");
 
   // Columns of a part of dQ. A part has 64 queries and all columns, or all queries and up to 64 columns.
   __device__ __forceinline__ static constexpr int part_columns(int part) {
     return BLOCK_M > BOX || part > 0 ? HEAD_DIM - (COLUMNS - BOX) : BOX;
+  }
+  __device__ __forceinline__ static constexpr int part_bytes(int part) {
+    return (TRANSPOSED ? PART : ROWS * part_columns(part)) * static_cast<int>(sizeof(float));
   }
 };
 
@@ -46,10 +51,10 @@ struct WideTiles {
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = 64, BLOCK_N = ROWS;
   static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
   static constexpr int COLUMNS = PANEL_COLUMNS<HEAD_DIM>;
-  static constexpr int PARTS = COLUMNS / BOX;
+  static constexpr int PARTS = PARTS_OF<HEAD_DIM>, PART = BLOCK_M * BOX;
   static_assert(HEAD_DIM % 16 == 0, "products have whole steps");
 
-  __device__ __forceinline__ static constexpr int part_columns(int) { return BOX; }
+  __device__ __forceinline__ static constexpr int part_bytes(int) { return PART * static_cast<int>(sizeof(float)); }
 };
 
 // Panels of a tile lie one after another.
@@ -61,12 +66,13 @@ struct SharedStorage {
   alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::COLUMNS];
   alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::COLUMNS];
   alignas(1024) T ds[2][C::BLOCK_N * C::BLOCK_M];  // dS^T, the queries contiguous, of every other tile
-  alignas(1024) float sums[CONSUMERS][PART];       // of dQ, on their way to global memory; or dQ, WHOLE
+  alignas(1024) float sums[CONSUMERS][C::PART];    // of dQ, on their way to global memory; or dQ, WHOLE
   alignas(128) float lse[C::QUERY_STAGES][C::BLOCK_M];
   alignas(128) float delta[C::QUERY_STAGES][C::BLOCK_M];
   Mbarrier owned_full;
   Mbarrier query_full[C::QUERY_STAGES], query_empty[C::QUERY_STAGES];
   Mbarrier grad_full[C::GRAD_STAGES], grad_empty[C::GRAD_STAGES];
+  Mbarrier ds_full[2], ds_empty[2];
 };
 
 template <typename C>
@@ -78,7 +84,7 @@ struct WideStorage {
   alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::COLUMNS];
   alignas(1024) T ds[C::BLOCK_N * C::BLOCK_M];     // dS^T, the queries contiguous
   alignas(1024) float p[C::BLOCK_N * C::BLOCK_M];  // P^T as a warpgroup's accumulators have it
-  alignas(1024) float sums[CONSUMERS][PART];       // of dQ, on their way to global memory
+  alignas(1024) float sums[CONSUMERS][C::PART];    // of dQ, on their way to global memory
   alignas(128) float lse[C::QUERY_STAGES][C::BLOCK_M];
   alignas(128) float delta[C::QUERY_STAGES][C::BLOCK_M];
   Mbarrier owned_full;
@@ -89,7 +95,7 @@ struct WideStorage {
 // Scratch memory of a call: for each tile of queries of each head the LSE and then delta of its rows, which go on past
 // the last one; behind all of these, for each tile, the sums of dQ as the consumers' registers have them, and at last,
 // for each of their PARTS, how many tiles of keys have added to it.
-template <int BLOCK_M, int PARTS>
+template <int BLOCK_M, int PARTS, int PART>
 struct Workspace {
   int tiles;  // of a head
   float* rows;
@@ -167,7 +173,8 @@ enum BackwardBarrier : int {
   SUMS_EMPTY = 4,
   CONSUMER = 6,
   P_THERE = 8,
-  KEYS_READ = 9
+  KEYS_READ = 9,
+  FIRST_THERE = 10
 };
 constexpr int SUMS_THREADS = WARPGROUP_THREADS + 32;  // of a consumer, and the warp that stores for it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
@@ -33,6 +34,7 @@ LARGEST_JOINT = 128
 THREADS = 256
 """Of a CTA of the kernels ahead and behind."""
 DROPOUT_SPILLS = "with dropout some numbers of a turn, which are read once a turn"
+MANY_QUERIES_SPILL = "with tiles of 80 queries a number or two, each read once a turn"
 Name = Literal["query", "key", "value", "grad_out", "grad_query", "grad_key", "grad_value"]
 
 
@@ -46,7 +48,6 @@ class Tiling:
         block_m: queries of a tile.
         query_stages: tiles of Q that there is room for.
         grad_stages: the same of dO.
-        dp_first: whether dP is multiplied while P is made, else after it, which takes fewer registers.
         in_order: whether sums of dQ are added in an order that is always the same.
         whole: whether a CTA has all keys of its head: dQ is no sum then, and there is no kernel behind.
     """
@@ -55,7 +56,6 @@ class Tiling:
     block_m: int
     query_stages: int = 3
     grad_stages: int = 2
-    dp_first: bool = True
     in_order: bool = False
     whole: bool = False
 
@@ -71,8 +71,8 @@ class Tiling:
 
     @property
     def parts(self) -> int:
-        """Of the sums of dQ of a tile, of 64 x 64 each."""
-        return self.block_m * self.columns // (ROWS * BOX)
+        """Of the sums of dQ of a tile."""
+        return self.columns // BOX if self.wide else CONSUMERS
 
     @property
     def shared_bytes(self) -> int:
@@ -80,9 +80,10 @@ class Tiling:
         owned = 2 * self.block_n * self.columns * 2
         walked = (self.query_stages + self.grad_stages) * self.block_m * self.columns * 2
         # dS of two tiles, or dS and P of one.
-        ds, sums = self.block_n * self.block_m * (2 + 4 if self.wide else 2 * 2), CONSUMERS * ROWS * BOX * 4
+        ds = self.block_n * self.block_m * (2 + 4 if self.wide else 2 * 2)
+        sums = 4 * (CONSUMERS * ROWS * BOX if self.wide else self.block_m * self.columns)
         rows = self.query_stages * 2 * self.block_m * 4
-        barriers = 8 * (1 + 2 * self.query_stages + 2 * self.grad_stages)
+        barriers = 8 * (1 + 2 * self.query_stages + 2 * self.grad_stages + (0 if self.wide else 4))
         return ceil((owned + walked + ds + sums + rows + barriers) / 1024) * 1024
 
     def tiles(self, problem: Problem) -> int:
@@ -96,12 +97,17 @@ class Tiling:
 
 
 TILINGS = (
-    Tiling(64, 128, dp_first=False),
+    Tiling(64, 128),
     Tiling(128, 64),
     Tiling(192, 64, query_stages=2),
     Tiling(256, 64, query_stages=2, grad_stages=1),
 )
 """By columns: as many stages as shared memory holds."""
+MANY_QUERIES = Tiling(128, 80, query_stages=2)
+"""For more than 112 columns and many queries: wider products read less of shared memory for each of their numbers. Their
+last tile has more zeros, and so have those on the diagonal of a causal mask."""
+MANY, MANY_CAUSAL = 2048, 8192
+"""Queries from which it is faster."""
 
 
 def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
@@ -122,6 +128,8 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
     if not problem.bulk or problem.alignment < VECTOR_BYTES:
         return Rejection("tensor maps cannot describe the tensors", "rows that start on 16 bytes")
     tiling = next(tiling for tiling in TILINGS if problem.head_dim <= tiling.columns)
+    if _has_many_queries(problem) and not _is_whole(problem, tiling):
+        tiling = MANY_QUERIES
     ctas = max(gradients_grid(problem, tiling)[0], tiling.tiles(problem))
     if ctas > MAX_GRID_X:
         return Rejection(f"{ctas} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
@@ -131,6 +139,12 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
     if _is_whole(problem, tiling):
         return replace(tiling, whole=True)
     return replace(tiling, in_order=deterministic)
+
+
+def _has_many_queries(problem: Problem) -> bool:
+    columns = WIDTHS[bisect_left(WIDTHS, problem.head_dim)]
+    many = MANY if problem.causal is None else MANY_CAUSAL
+    return columns == MANY_QUERIES.columns and problem.seqlen_q >= many and not problem.dropout
 
 
 def _is_whole(problem: Problem, tiling: Tiling) -> bool:
@@ -187,11 +201,10 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
     """The kernel that sums dK and dV, and adds to dQ."""
     arguments: dict[str, str | int] = {
         "T": CPP_TYPE[problem.dtype],
-        "HEAD_DIM": next(width for width in WIDTHS if problem.head_dim <= width),
+        "HEAD_DIM": WIDTHS[bisect_left(WIDTHS, problem.head_dim)],
         **({} if tiling.wide else {"BLOCK_M": tiling.block_m}),
         "QUERY_STAGES": tiling.query_stages,
         "GRAD_STAGES": tiling.grad_stages,
-        **({} if tiling.wide else {"DP_FIRST": BOOLEAN[tiling.dp_first]}),
         "IN_ORDER": BOOLEAN[tiling.in_order],
         "CAUSAL": BOOLEAN[problem.causal is not None],
         **({"DROPOUT": DROPOUT_TYPE[problem.dropout]} if problem.dropout or tiling.whole else {}),
@@ -206,7 +219,7 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
     return _spec(
         *(*source, arguments, 128 * (1 + CONSUMERS), tiling, problem.dropout),
         shared_bytes=tiling.shared_bytes,
-        local_memory=DROPOUT_SPILLS if problem.dropout else "",
+        local_memory=DROPOUT_SPILLS if problem.dropout else MANY_QUERIES_SPILL if tiling.block_m % BOX else "",
         tensor_maps=tuple(TensorMap(name, rows, BOX) for name, rows in boxes),
     )
 
@@ -233,6 +246,7 @@ def catalogue(target: str) -> list[KernelSpec]:
     specs: dict[KernelSpec, None] = {}
     for head_dim, dtype, causal, seqlen_k, dropout in (
         *((64, "float16", None, 2048, False), (128, "bfloat16", "upper_left", 2048, False)),
+        (128, "float16", None, 2048, False),
         *((72, "float16", None, 2048, False), (192, "float16", None, 2048, False)),
         *((40, "float16", "upper_left", 2048, False), (160, "bfloat16", None, 2048, False)),
         *((96, "bfloat16", None, 128, False), (112, "float16", "upper_left", 2048, True)),

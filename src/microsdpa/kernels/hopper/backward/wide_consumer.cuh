@@ -12,7 +12,7 @@ struct WideConsumer {
   using Products = float[C::BLOCK_M / 2];
   using Rounded = uint32[C::BLOCK_M / 16][4];  // A operands
   using Sums = float[C::HEAD_DIM / 2];
-  using Part = float[PART / WARPGROUP_THREADS];  // of dQ
+  using Part = float[C::PART / WARPGROUP_THREADS];  // of dQ
   static constexpr int BLOCK_M = C::BLOCK_M, BLOCK_N = C::BLOCK_N, HEAD_DIM = C::HEAD_DIM, COLUMNS = C::COLUMNS;
   static constexpr int EIGHT_ROWS = 8 * BOX * sizeof(T);
   static constexpr int BOTH = CONSUMERS * WARPGROUP_THREADS;
