@@ -104,7 +104,7 @@ TILINGS = (
 )
 """By columns: as many stages as shared memory holds."""
 MANY_QUERIES = Tiling(128, 80, query_stages=2)
-"""For more than 112 columns and many queries: wider products read less of shared memory for each of their numbers. Their
+"""For more than 112 columns and many queries: wider products read less of shared memory for each of their numbers. The
 last tile has more zeros, and so have those on the diagonal of a causal mask."""
 MANY, MANY_CAUSAL = 2048, 8192
 """Queries from which it is faster."""
