@@ -118,6 +118,7 @@ def test_doors_are_measured_in_parts() -> None:
         (["--suite", "masked", "--cells", "documnets"], "texts in names of the suite's cases"),
         (["--suite", "masked", "--part", "5/4"], "such as 1/3"),
         (["--suite", "doors", "--seconds", "9"], "none for suite doors, got 9"),
+        (["--suite", "context_parallel", "--seconds", "9"], "none for suite context_parallel, got 9"),
         (["--peers", "torch-fast"], "some of torch, torch-flash"),
     ],
 )

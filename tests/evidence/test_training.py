@@ -54,3 +54,14 @@ def test_operations_are_quoted_as_in_the_papers() -> None:
 def test_only_graphs_are_timed() -> None:
     with pytest.raises(InvalidArgument, match="modes: expected graph for suite backward"):
         repro.bench_step(suite="backward", modes=["host"])
+
+
+def test_no_case_begins_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 20.0, 30.0])
+    monkeypatch.setattr(training.time, "time", lambda: next(clock))
+    monkeypatch.setattr(training, "_measure", lambda case, implementations: [{"shape": str(case)}])
+    cases = [Case(1, 1, length, length, 64) for length in (64, 128, 256)]
+    kept: list[int] = []
+    rows = training.run(cases, "none", keep=lambda found: kept.append(len(found)), until=25.0)
+    assert [row["shape"] for row in rows] == [str(case) for case in cases[:2]]
+    assert kept == [1, 2]

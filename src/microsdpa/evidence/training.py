@@ -8,6 +8,7 @@ and clock are those of this work alone.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,11 +78,17 @@ def run(
     peers: str,
     advance: Callable[[str], None] = lambda message: None,
     keep: Callable[[list[results.Row]], None] = lambda rows: None,
+    until: float | None = None,
 ) -> list[results.Row]:
-    """Rows of every case, direction and implementation, on the current CUDA device; `keep` is given those so far."""
+    """Rows of every case, direction and implementation, on the current CUDA device; `keep` is given those so far.
+
+    After the time `until`, in seconds since the epoch, no case begins.
+    """
     rows: list[results.Row] = []
     implementations = [OwnKernels(), Microsdpa(), *choose(peers, False)]
     for case in cases:
+        if until is not None and time.time() > until:
+            break
         rows += _measure(case, implementations)
         keep(rows)
         advance(str(case))
