@@ -1,7 +1,8 @@
 // dQ in the inputs' type, of the FP32 sums that hopper/backward/kernel.cu leaves.
 //
-// A CTA has a tile of queries. A part of the sums has 64 queries and 64 columns, as a warpgroup's accumulators lie in
-// its registers: [column / 8][thread][4]. A thread has eight columns of two queries.
+// A CTA has a tile of queries. A part of the sums lies as a warpgroup's accumulators lie in its registers. It has 64
+// queries and 64 columns, [column / 8][thread][4]: a thread here makes eight columns of two queries. In tiles of 80
+// queries it has all of them and 64 columns, transposed, [query / 8][thread][4]: a thread makes 16 columns of two.
 // Bound by: memory; the sums are read once, and dQ written.
 #include "../../common/element.cuh"
 #include "../../common/mma_tile.cuh"

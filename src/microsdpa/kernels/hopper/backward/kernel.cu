@@ -6,7 +6,7 @@
 // other warpgroups, the consumers, has 64 keys. Pipeline:
 //   1. TMA brings K and V once, and fills rings of Q with LSE and delta, and of dO
 //   2. S^T = K Q^T and dP^T = V dO^T; P^T and dS^T stay in registers, as A operands of dV and dK
-//   3. dS^T also goes to shared memory: a turn later each consumer makes a part of the tile's dQ, of both's keys
+//   3. dS^T also goes to shared memory: a turn later each consumer makes a part of the tile's dQ, of all keys
 //   4. dQ goes to shared memory, and is added in FP32 to global memory by bulk copies, in any order or in a fixed one
 // The second consumer begins when the first one has P of its first tile. The two then stay half a turn apart: products
 // of one run beside exponentials of the other.

@@ -142,6 +142,7 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
 
 
 def _has_many_queries(problem: Problem) -> bool:
+    """Whether MANY_QUERIES is the faster tiling."""
     columns = WIDTHS[bisect_left(WIDTHS, problem.head_dim)]
     many = MANY if problem.causal is None else MANY_CAUSAL
     return columns == MANY_QUERIES.columns and problem.seqlen_q >= many and not problem.dropout
