@@ -13,6 +13,7 @@ from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput.spec import CANDIDATES, Tiles, specification, tail
 from microsdpa.kernels.problem import Causal, DType, MaskKind, Problem
+from microsdpa.kernels.select import select
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
 KINDS = ("float16", None), ("bfloat16", "upper_left")
@@ -82,14 +83,39 @@ def test_no_product_of_latency_under_masks_is_serialised_or_waited_for_early(mas
     assert not kernel.resources.uses_local_memory
 
 
-@pytest.mark.parametrize(("head_dim", "keys"), [(64, 4096), (128, 4096)])
-def test_no_product_of_latency_s_ring_is_serialised(head_dim: int, keys: int) -> None:
-    problem = Problem(1, 8, 8, 512, keys, head_dim, "float16")
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "causal"),
+    [
+        *((64, 4096, None), (64, 1500, None), (64, 1500, "upper_left")),
+        *((128, 4096, None), (128, 700, None), (128, 700, "upper_left")),
+    ],
+)
+def test_no_product_of_latency_s_ring_is_serialised(head_dim: int, keys: int, causal: str | None) -> None:
+    problem = Problem(1, 8, 8, 512, keys, head_dim, "float16", causal=cast("Causal | None", causal))
     choice = hopper_latency.configuration(problem, 1)
     assert choice.rounds == 0
     kernel = compile_kernel(hopper_latency.specification(problem, choice), "sm_90a")
     assert "C75" not in kernel.log
     assert not kernel.resources.uses_local_memory
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "causal", "mask"),
+    [
+        (64, 512, None, MaskKind("float16", per_query=True, bulk=True)),
+        (72, 512, "upper_left", MaskKind("bfloat16", alibi=True, per_head=True, per_query=True, bulk=True)),
+        (128, 300, None, MaskKind("float32", softcap=True, per_query=True, bulk=True)),
+        (128, 512, "upper_left", MaskKind("float16", per_query=True, bulk=True)),
+    ],
+    ids=str,
+)
+def test_no_product_of_throughput_under_numbers_is_serialised(
+    head_dim: int, keys: int, causal: str | None, mask: MaskKind
+) -> None:
+    sizes = 2, 16, 16, 1500, keys, head_dim
+    spec = select(Problem(*sizes, "float16", causal=cast("Causal | None", causal), mask=mask, target="sm_90a")).spec
+    assert spec.name == "hopper/throughput"
+    assert "C75" not in compile_kernel(spec, "sm_90a").log
 
 
 @pytest.mark.parametrize("causal", [None, "upper_left"])

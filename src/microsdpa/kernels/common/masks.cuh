@@ -84,9 +84,9 @@ template <typename T>
 __device__ __forceinline__ float add_mask(float score, T element) {
   constexpr float LOG2_E = 1.44269504088896340736f, LOWEST = -3.402823466e38f;
   const float natural = to_float(element), scaled = natural * LOG2_E;
-  if (natural == negative_infinity()) return negative_infinity();
-  return BYTES_OF<T> == 2 && HIDING_WORD<T> == HIDING_WORD<__half> ? fmaf(natural, LOG2_E, score)
-                                                                   : score + (scaled < LOWEST ? LOWEST : scaled);
+  const float visible = natural == negative_infinity() ? negative_infinity() : score;
+  return BYTES_OF<T> == 2 && HIDING_WORD<T> == HIDING_WORD<__half> ? fmaf(natural, LOG2_E, visible)
+                                                                   : visible + (scaled < LOWEST ? LOWEST : scaled);
 }
 
 // The masks that a kernel is compiled for, beside a right end of what rows see.

@@ -41,9 +41,9 @@ __device__ __forceinline__ void Consumer<C>::advance_round(float (&s)[BLOCK_N / 
   wgmma_fence_registers(next);
   wgmma_fence_registers(o);
   if (round > 0) rescale(factor);
+  mask(next, round + 1);
   refill(round + 1, round - 1);
   accumulate<0, 2>(o, p, round, round > 0);
-  mask(next, round + 1);
   float largest[2] = {stabilizer[0], stabilizer[1]};
   maxima(next, largest);
   exponentials<2, 4, true>(s, p, round);
