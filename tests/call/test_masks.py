@@ -82,9 +82,12 @@ def test_masks_of_large_problems_are_for_wgmma() -> None:
     problem = Problem(4, 16, 16, 1024, 1024, 64, "float16", target="sm_90a")
     for kind in (MaskKind("bool"), MaskKind("float16", bulk=True), MaskKind(left=True, softcap=True, sinks="float32")):
         assert select(replace(problem, mask=kind)).spec.name == "hopper/throughput"
-    unaligned = select(replace(problem, mask=MaskKind("float16")))
-    assert unaligned.spec.name == "ampere/general"
-    assert "rows of attn_mask that are not aligned to 16 bytes" in dict(unaligned.reasons)["hopper/throughput"]
+    unaligned = select(replace(problem, mask=MaskKind("float16", unaligned=True)))
+    assert unaligned.spec.name == "hopper/throughput"
+    assert [box.tensor for box in unaligned.spec.tensor_maps] == ["query", "key", "value", "out"]
+    gaps = select(replace(problem, mask=MaskKind("float16")))
+    assert gaps.spec.name == "ampere/general"
+    assert "an attn_mask with gaps between keys" in dict(gaps.reasons)["hopper/throughput"]
     wide = select(replace(problem, mask=MaskKind("float16", bulk=True), head_dim=256))
     assert "leaves no room for head_dim 256" in dict(wide.reasons)["hopper/throughput"]
 

@@ -51,6 +51,12 @@ CASES = [
     (Case(1, 2, 140, 304, 160, masks=("additive",)), 0),
     (Case(1, 2, 140, 304, 160, masks=("float32",), causal="lower_right"), 0),
     (Case(1, 2, 200, 304, 72, masks=("left padding, numbers",)), 1),
+    # Rows that do not start on 16 bytes.
+    (Case(1, 2, 140, 301, 64, masks=("additive",), dtype="bfloat16"), 0),
+    (Case(2, 3, 150, 300, 128, masks=("additive", "softcap", "sinks"), causal="lower_right"), 1),
+    (Case(2, 2, 100, 209, 64, masks=("additive", "alibi")), 0),
+    (Case(1, 2, 140, 301, 128, masks=("float32", "window")), 0),
+    (Case(2, 2, 140, 303, 64, masks=("left padding, numbers",)), 0),
 ]
 THROUGHPUT = "emulate:hopper/throughput"
 CTAS = 3
@@ -62,8 +68,33 @@ def test_masks_are_right_in_every_order(case: Case, candidate: int) -> None:
     problem = replace(case.problem("sm_90a"), mask=masks_of(case).kind_in_memory)
     tiles = fitting(problem)
     spec = replace(specification(problem, tiles[candidate % len(tiles)]), max_ctas=CTAS)
-    # Rows of 32-bit numbers are read two at a time in each bank: the copies' pattern is for rows of 16 bits.
-    check_in_every_order(spec, problem, case, conflicts="float32" in case.masks)
+    # Rows of 32-bit numbers are read two at a time in each bank: the copies' pattern is for rows of 16 bits. So are some
+    # of those that begin at different places.
+    unaligned = problem.mask is not None and problem.mask.unaligned
+    check_in_every_order(spec, problem, case, conflicts=unaligned or "float32" in case.masks)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "columns"), [(torch.float16, 1, 302), (torch.float16, 8, 309), (torch.float32, 3, 303)]
+)
+def test_a_mask_that_begins_anywhere(dtype: torch.dtype, first: int, columns: int) -> None:
+    query, key, value = make(Case(1, 2, 90, columns - first, 64))
+    mask = torch.randn(2, 90, columns, dtype=dtype)[..., first:]
+    out, lse = microsdpa.sdpa(query, key, value, attn_mask=mask, impl=THROUGHPUT, return_lse=True)
+    tensors = query, key, value
+    expected, plain = (of(*tensors, attn_mask=mask) for of in (reference.oracle, reference.eager))
+    for got, exact, eager in zip((out, lse), expected, plain, strict=True):
+        assert compare.tolerance(eager, exact, got.dtype).admits(compare.measure(got, exact))
+    kind = Masks(attn_mask=mask).kind_in_memory
+    assert kind is not None
+    assert kind.unaligned
+
+
+def test_a_mask_with_gaps_between_keys_is_not_for_bulk_copies() -> None:
+    kind = Masks(attn_mask=torch.zeros(1, 1, 100, 200).mT).kind_in_memory
+    assert kind is not None
+    assert not kind.bulk
+    assert not kind.unaligned
 
 
 @pytest.mark.parametrize("causal", [None, "upper_left", "lower_right"])

@@ -106,6 +106,8 @@ def test_no_product_of_latency_s_ring_is_serialised(head_dim: int, keys: int, ca
         (72, 512, "upper_left", MaskKind("bfloat16", alibi=True, per_head=True, per_query=True, bulk=True)),
         (128, 300, None, MaskKind("float32", softcap=True, per_query=True, bulk=True)),
         (128, 512, "upper_left", MaskKind("float16", per_query=True, bulk=True)),
+        (64, 511, None, MaskKind("bfloat16", per_head=True, per_query=True, unaligned=True)),
+        (128, 511, None, MaskKind("float32", per_query=True, unaligned=True)),
     ],
     ids=str,
 )

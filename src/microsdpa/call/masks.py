@@ -85,15 +85,15 @@ class Masks:
         used = [stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True)]
         outer = [stride * mask.element_size() for stride in used[:3]]
         aligned = all(place % VECTOR_BYTES == 0 for place in (mask.data_ptr(), *outer))
+        dense = kind.tensor not in ("int32", "uint8") and used[3] == 1
+        bulk = dense and aligned and max(outer) < TENSOR_MAP_STRIDE_LIMIT
         return replace(
             kind,
             per_batch=used[0] != 0,
             per_head=used[1] != 0,
             per_query=used[2] != 0,
-            bulk=kind.tensor not in ("int32", "uint8")
-            and aligned
-            and used[3] == 1
-            and max(outer) < TENSOR_MAP_STRIDE_LIMIT,
+            bulk=bulk,
+            unaligned=dense and not bulk and kind.tensor != "bool",
         )
 
     def bounds(self, causal: Causal | None, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:

@@ -301,6 +301,8 @@ def _keys_of_general(problem: Problem, rounds: int) -> int:
         return 384 if per_query else 256 if rounds <= 4 else 128
     if tensor == "bool":
         return 64 if middle or per_query or rounds <= 8 else 0
+    if middle and not narrow and problem.mask is not None and problem.mask.unaligned and not problem.mask.per_batch:
+        return 144
     return 256 if narrow else 64 if middle else 0
 
 

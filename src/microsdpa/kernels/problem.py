@@ -45,6 +45,7 @@ class MaskKind:
         per_head: whether heads do.
         per_query: whether queries do.
         bulk: whether tensor maps can describe the mask tensor, whose rows then start on 16 bytes.
+        unaligned: else, whether keys of a mask of numbers lie one after another at least.
     """
 
     tensor: MaskType | None = None
@@ -57,6 +58,7 @@ class MaskKind:
     per_head: bool = False
     per_query: bool = False
     bulk: bool = False
+    unaligned: bool = False
 
     def __str__(self) -> str:
         """What there is, for a message."""

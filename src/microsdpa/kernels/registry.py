@@ -268,6 +268,7 @@ MASK_KINDS: tuple[MaskKind | None, ...] = (
     MaskKind("float32", True, True, True, True, "float32"),
     MaskKind(right=True, softcap=True, sinks="float16"),
 )
+UNALIGNED_NUMBERS = MaskKind("float16", per_head=True, per_query=True, unaligned=True)
 
 
 def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
@@ -324,7 +325,7 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 if isinstance(result, KernelSpec):
                     specs[result] = None
         if family.masks and not family.any_layout:
-            for kind, dtype in zip(MASK_KINDS[1:], cycle(dtypes)):
+            for kind, dtype in zip((*MASK_KINDS[1:], UNALIGNED_NUMBERS), cycle(dtypes)):
                 result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))
                 if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)

@@ -108,8 +108,8 @@ struct Consumer
       if constexpr (Masked::ADDED) {
         auto& ring = static_cast<typename Shared::Masks&>(shared);
         mbarrier_wait(ring.full[mask_state.stage][warpgroup], mask_state.phase);
-        masks.apply(s, AddedTile<typename MASKS::Mask>(ring.tile[mask_state.stage][warpgroup],
-                                                       masked_params.masks.mask_strides.row != 0));
+        masks.apply(s, AddedTile<typename MASKS::Mask, BLOCK_N>(ring.tile[mask_state.stage][warpgroup],
+                                                                masked_params.masks.mask_strides, masks.shifts));
         release(ring.empty[mask_state.stage][warpgroup]);
         mask_state.advance();
       } else {

@@ -14,6 +14,7 @@
 //           take as long as the products. docs/hopper-throughput.md has the measurements.
 #include "../../ptx/address.cuh"
 #include "../../ptx/control.cuh"
+#include "../../ptx/cp_async.cuh"
 #include "../../ptx/tma.cuh"
 #include "../common/boxes.cuh"
 #include "consumer.cuh"
@@ -203,18 +204,123 @@ __device__ __forceinline__ void produce(
   mbarrier_arrive(shared.query_full[query_state.stage]);
 }
 
-// Issues the copies of the tiles of a mask of numbers, to each consumer those that it computes. One thread.
+// Copies tiles of a mask of numbers: BLOCK_N keys of ROWS queries, or of the one row that all queries have. One thread.
+template <int BLOCK_N, typename MASK>
+struct MaskCopies {
+  static constexpr int COLUMNS = AddedTile<MASK, BLOCK_N>::PANEL_COLUMNS;
+  static constexpr int TILE_BYTES = ROWS * BLOCK_N * static_cast<int>(sizeof(MASK));
+  static_assert(BLOCK_N % COLUMNS == 0, "whole panels arrive");
+
+  const Strides& strides;
+  const TensorMap& mask;
+
+  __device__ __forceinline__ MaskCopies(const MaskedParams& params, const TensorMap& mask)
+      : strides(params.masks.mask_strides), mask(mask) {}
+
+  __device__ __forceinline__ void operator()(MASK* tile, Mbarrier& full, int key, int row, int head, int batch) const {
+    mbarrier_arrive_expect(full, TILE_BYTES);
+#pragma unroll
+    for (int panel = 0; panel < BLOCK_N / COLUMNS; ++panel) {
+      tma_load(tile + panel * ROWS * COLUMNS, mask, full, key + panel * COLUMNS, strides.row != 0 ? row : 0,
+               strides.head != 0 ? head : 0, strides.batch != 0 ? batch : 0);
+    }
+  }
+};
+
+// The same of one whose rows need not start on 16 bytes: of each row all 16 bytes that some of its keys lie in. One
+// warp.
+template <int BLOCK_N, typename T>
+struct MaskCopies<BLOCK_N, Unaligned<T>> {
+  static constexpr int COLUMNS = AddedTile<Unaligned<T>, BLOCK_N>::COLUMNS, BYTES = sizeof(T), CHUNK = 16 / BYTES;
+  // Chunks of 16 bytes that a row always has, and rows that the warp has lanes for; there may be one chunk more.
+  static constexpr int CHUNKS = BLOCK_N / CHUNK, ROWS_AT_ONCE = 32 / CHUNKS;
+
+  const MaskedParams& params;
+  const char* begin;  // of the mask
+  const char* end;
+
+  // Rows of a tile in the mask.
+  struct Rows {
+    const char* first;
+    int64 stride;
+    int count;
+  };
+
+  __device__ __forceinline__ explicit MaskCopies(const MaskedParams& params)
+      : params(params), begin(static_cast<const char*>(params.masks.mask)) {
+    const AttentionParams& call = params.call;
+    const T* const last = mask_row<T>(params.masks, call.batch - 1, call.heads - 1, call.seqlen_q - 1);
+    end = reinterpret_cast<const char*>(last + call.seqlen_k);
+  }
+
+  __device__ __forceinline__ void operator()(T* tile, Mbarrier& full, int key, int row, int head, int batch) const {
+    const int64 stride = BYTES * params.masks.mask_strides.row;
+    const Rows rows{reinterpret_cast<const char*>(mask_row<T>(params.masks, batch, head, row) + key), stride,
+                    stride != 0 ? min(ROWS, params.call.seqlen_q - row) : 1};
+    const char* const last = rows.first + (rows.count - 1) * stride;
+    const bool all_there = key + BLOCK_N <= params.call.seqlen_k && (rows.count == ROWS || stride == 0);
+    if (all_there && rows.first - 16 >= begin && last + BYTES * BLOCK_N + 16 <= end) {
+      copy<false>(tile, rows);
+    } else {
+      copy<true>(tile, rows);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncwarp();
+    if (elect_one()) mbarrier_arrive(full);
+  }
+
+ private:
+  // AT_END: some of the bytes may lie outside the mask, and are zeros.
+  template <bool AT_END>
+  __device__ __forceinline__ void copy(T* tile, const Rows& rows) const {
+    const int lane = lane_index(), own = lane / CHUNKS, number = lane % CHUNKS, count = rows.stride != 0 ? ROWS : 1;
+    const char* row = rows.first + own * rows.stride;
+    T* to = tile + own * COLUMNS + number * CHUNK;
+    if (own < ROWS_AT_ONCE) {
+#pragma unroll(AT_END ? 1 : 4)
+      for (int i = own; i < count; i += ROWS_AT_ONCE) {
+        copy_chunk<AT_END>(to, row, number, i < rows.count);
+        row += ROWS_AT_ONCE * rows.stride, to += ROWS_AT_ONCE * COLUMNS;
+      }
+    }
+#pragma unroll 1
+    for (int i = lane; i < count; i += 32) {
+      copy_chunk<AT_END>(tile + i * COLUMNS + CHUNKS * CHUNK, rows.first + i * rows.stride, CHUNKS, i < rows.count);
+    }
+  }
+
+  template <bool AT_END>
+  __device__ __forceinline__ void copy_chunk(T* to, const char* row, int number, bool is_row) const {
+    const char* const chunk = row - reinterpret_cast<uint64>(row) % 16 + 16 * number;
+    if constexpr (!AT_END) {
+      cp_async<16>(to, chunk);
+    } else {
+      const int64 left = is_row ? end - chunk : 0;
+      const int valid = left > 16 ? 16 : left < 0 ? 0 : static_cast<int>(left);
+      if (chunk >= begin) {
+        cp_async<16>(to, valid > 0 ? chunk : row - reinterpret_cast<uint64>(row) % 16, valid);
+      } else {  // the mask itself does not start on 16 bytes
+        for (int i = static_cast<int>(begin - chunk); i < valid; i += BYTES) {
+          to[i / BYTES] = *reinterpret_cast<const T*>(chunk + i);
+        }
+      }
+    }
+  }
+};
+
+constexpr int EVERY_CONSUMER = -1;
+
+// Copies the tiles of a mask of numbers, to each consumer those that it computes; or to one alone. As many threads as
+// that takes.
 template <bool CAUSAL, typename MASKS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES,
           int QUERY_STAGES, typename MASK>
 __device__ __forceinline__ void produce_masks(
     SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>& shared, const MaskedParams& params,
-    const TensorMap& mask) {
+    const MaskCopies<BLOCK_N, MASK>& copy, int only = EVERY_CONSUMER) {
   using Ring = typename SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>::Masks;
-  constexpr int BLOCK_M = ROWS * CONSUMERS, PANEL_COLUMNS = AddedTile<MASK>::PANEL_COLUMNS;
-  constexpr int TILE_BYTES = ROWS * BLOCK_N * static_cast<int>(sizeof(MASK));
-  static_assert(BLOCK_N % PANEL_COLUMNS == 0, "whole panels arrive");
+  constexpr int BLOCK_M = ROWS * CONSUMERS;
   const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params.call);
-  const Strides& strides = params.masks.mask_strides;
   Ring& ring = shared;
   PipelineState<Ring::STAGES> state[CONSUMERS];
 
@@ -226,20 +332,14 @@ __device__ __forceinline__ void produce_masks(
 #pragma unroll
       for (int i = 0; i < CONSUMERS; ++i) {
         const int first_row = work.first_row + ROWS * i;
-        if (first_row >= params.call.seqlen_q) continue;
+        if ((only != EVERY_CONSUMER && i != only) || first_row >= params.call.seqlen_q) continue;
         if (!MaskTraits<MASKS>::BACKWARDS &&
             tile >= key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, ROWS)) {
           continue;
         }
-        Mbarrier& full = ring.full[state[i].stage][i];
-        mbarrier_wait(ring.empty[state[i].stage][i], state[i].phase ^ 1);
-        mbarrier_arrive_expect(full, TILE_BYTES);
-#pragma unroll
-        for (int panel = 0; panel < BLOCK_N / PANEL_COLUMNS; ++panel) {
-          tma_load(ring.tile[state[i].stage][i] + panel * ROWS * PANEL_COLUMNS, mask, full,
-                   BLOCK_N * visited[tile] + panel * PANEL_COLUMNS, strides.row != 0 ? first_row : 0,
-                   strides.head != 0 ? work.head : 0, strides.batch != 0 ? work.batch : 0);
-        }
+        const int stage = state[i].stage;
+        mbarrier_wait(ring.empty[stage][i], state[i].phase ^ 1);
+        copy(ring.tile[stage][i], ring.full[stage][i], BLOCK_N * visited[tile], first_row, work.head, work.batch);
         state[i].advance();
       }
     }
@@ -327,7 +427,7 @@ __device__ __forceinline__ void store(
 
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
 // beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone. MAPS:
-// further tensor maps, of a mask of numbers or of the tails of query, key, value and out. GIVEN: the masks, or
+// further tensor maps, of a mask of aligned numbers or of the tails of query, key, value and out. GIVEN: the masks, or
 // Dropping<masks>, Continuing<masks> or Dividing<masks>.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
           typename GIVEN, typename... MAPS>
@@ -340,13 +440,15 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   using Drop = typename PoliciesOf<GIVEN>::Drop;
   using Division = typename PoliciesOf<GIVEN>::Division;
   using Masked = MaskTraits<MASKS>;
-  static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : Masked::ADDED), "a map for each, and no mask with tails");
+  constexpr bool UNALIGNED = ElementOf<typename Masked::Added>::UNALIGNED, MAPPED = Masked::ADDED && !UNALIGNED;
+  static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : MAPPED), "a map for each, and no mask with tails");
   using Shape = TileShape<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
   using Shared = SharedOf<Shape, OVERLAP, CAUSAL, MASKS, Division>;
   constexpr bool DIVIDED = Division::CTAS > 1;
   static_assert(!DIVIDED || OVERLAP, "consumers that add up their parts have time for it beside products");
-  // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.
-  constexpr int STORERS = Masked::ADDED ? 2 : 3;
+  // Warps of the first warpgroup, beside the one that loads, and those that load masks.
+  constexpr int STORERS = UNALIGNED ? 1 : Masked::ADDED ? 2 : 3;
+  static_assert(!UNALIGNED || CONSUMERS == 2, "a warp copies the mask of each consumer");
   auto& shared = dynamic_shared<Shared>();
   const typename MASKS::Params& params = PoliciesOf<GIVEN>::masked(given);
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
@@ -395,13 +497,17 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       grid_dependency_wait();
       produce<CAUSAL, MASKS, Division>(shared, !Masked::RANGED || issues, params, boxes_of<HEAD_DIM, 0>(query, maps...),
                                        boxes_of<HEAD_DIM, 1>(key, maps...), boxes_of<HEAD_DIM, 2>(value, maps...));
-    } else if (Masked::ADDED && warp == 1 + STORERS) {
-      if constexpr (Masked::ADDED) {
+    } else if (Masked::ADDED && warp > STORERS) {
+      if constexpr (UNALIGNED) {
+        grid_dependency_wait();
+        produce_masks<CAUSAL, MASKS>(shared, params, MaskCopies<BLOCK_N, typename MASKS::Mask>(params),
+                                     warp - 1 - STORERS);
+      } else if constexpr (Masked::ADDED) {
         if (!elect_one()) return;
         const TensorMap& mask = further<0>(maps...);
         prefetch_tensor_map(mask);
         grid_dependency_wait();
-        produce_masks<CAUSAL, MASKS>(shared, params, mask);
+        produce_masks<CAUSAL, MASKS>(shared, params, MaskCopies<BLOCK_N, typename MASKS::Mask>(params, mask));
       }
     } else if (!DIVIDED && warp > 0) {
       store<CAUSAL, STORERS>(shared, MASKS::call(params), boxes_of<HEAD_DIM, 3>(out, maps...), warp - 1);

@@ -10,6 +10,7 @@
 #include "../common/masked_scores.cuh"
 #include "../common/tile_scheduler.cuh"
 #include "../common/warpgroup.cuh"
+#include "added_tile.cuh"
 #include "tile_list.cuh"
 #include "tile_range.cuh"
 
@@ -157,56 +158,6 @@ struct NothingAdded {
   __device__ __forceinline__ int load(int) const { return 0; }
 };
 
-// A tile of a mask of numbers in shared memory, as bulk copies bring it: panels of 128 bytes of the warpgroup's rows,
-// swizzled; or one row for all.
-template <typename Mask>
-struct AddedTile {
-  static constexpr int PANEL_COLUMNS = 128 / sizeof(Mask), CHUNK = 16 / sizeof(Mask);
-  // Elements of the keys of two columns of the accumulator, 16 bits or 32.
-  struct Elements {
-    uint32 words[4 * sizeof(Mask) / 2];
-
-    __device__ __forceinline__ Mask at(int half, int column, int e) const {
-      if constexpr (sizeof(Mask) == 4) {
-        return __uint_as_float(words[4 * column + 2 * half + e]);
-      } else {
-        const uint16 bits = static_cast<uint16>(words[2 * column + half] >> 16 * e);
-        return *reinterpret_cast<const Mask*>(&bits);
-      }
-    }
-  };
-
-  const Mask* tile;
-  unsigned all_rows;  // of the bits of a row's number, those that count: none where there is one row
-
-  __device__ __forceinline__ AddedTile(const Mask* tile, bool has_rows)
-      : tile(tile), all_rows(opaque(has_rows ? ROWS - 1 : 0)) {}
-
-  __device__ __forceinline__ const Mask* chunk(int row, int number) const {
-    const int place = row & all_rows;
-    constexpr int CHUNKS = PANEL_COLUMNS / CHUNK;
-    return tile + number / CHUNKS * (ROWS * PANEL_COLUMNS) + place * PANEL_COLUMNS +
-           (number % CHUNKS ^ place % CHUNKS) * CHUNK;
-  }
-
-  __device__ __forceinline__ Elements load(int pair) const {
-    const int lane = static_cast<int>(threadIdx.x % 32), warp_row = static_cast<int>(threadIdx.x % 128 / 32 * 16);
-    Elements found;
-    if constexpr (sizeof(Mask) == 2) {
-      ldmatrix(found.words, chunk(warp_row + lane % 16, pair + lane / 16));
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = 8 * (pair + i / 2) + 2 * (lane % 4);
-        const Mask* from = chunk(warp_row + lane / 4 + 8 * (i % 2), key / CHUNK) + key % CHUNK;
-        const auto both = *reinterpret_cast<const Vector<uint32, 2>*>(from);
-        found.words[2 * i] = both.data[0], found.words[2 * i + 1] = both.data[1];
-      }
-    }
-    return found;
-  }
-};
-
 // The masks of a consumer's 64 rows of a query tile.
 template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N>
 struct TileMasks {
@@ -228,6 +179,7 @@ struct TileMasks {
   KeyRange range[2];  // of each row
   int tile;           // of keys: its number
   bool late;          // CAPPED_LATE: the tile's scores are still products
+  RowShifts<Mask> shifts;
 
   __device__ __forceinline__ explicit TileMasks(const MaskedParams& params) : params(params) {}
 
@@ -241,6 +193,7 @@ struct TileMasks {
       first_tile = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
     }
     last_tile = first_tile + work.tiles - 1;
+    if constexpr (Traits::ADDED) shifts.find(masks, work.batch, work.head, first_row);
     if constexpr (MASKS::ALIBI) {
       slope = LOG2_E * masks.slopes[work.batch * masks.slope_batch_stride + work.head * masks.slope_head_stride];
     }
@@ -367,7 +320,7 @@ struct TileMasks {
         float& x = s[4 * n + 2 * half + e];
         if constexpr (!MASKS::SOFTCAP) x *= scale;
         if constexpr (MASKS::ALIBI) x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * half - 8 * n - e)), x);
-        if constexpr (Traits::ADDED) x = add_mask<Mask>(x, elements.at(half, i / 4, e));
+        if constexpr (Traits::ADDED) x = add_mask<typename ElementOf<Mask>::Type>(x, elements.at(half, i / 4, e));
       }
     }
   }

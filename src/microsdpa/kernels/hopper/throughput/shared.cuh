@@ -5,6 +5,7 @@
 #include "../common/pipeline.cuh"
 #include "../common/tile_scheduler.cuh"
 #include "../common/warpgroup.cuh"
+#include "added_tile.cuh"
 #include "tile_range.cuh"
 
 namespace microsdpa::hopper::throughput {
@@ -20,7 +21,9 @@ template <typename MASK, int HEAD_DIM, int BLOCK_N, int CONSUMERS>
 struct MaskRing {
   static constexpr int STAGES = HEAD_DIM <= 64 && sizeof(MASK) == 2 ? 2 : 1;
 
-  alignas(1024) MASK tile[STAGES][CONSUMERS][ROWS * BLOCK_N];
+  using Tile = AddedTile<MASK, BLOCK_N>;
+
+  alignas(1024) typename Tile::T tile[STAGES][CONSUMERS][ROWS * Tile::COLUMNS];
   Mbarrier full[STAGES][CONSUMERS];
   Mbarrier empty[STAGES][CONSUMERS];
 };

@@ -91,14 +91,20 @@ class Tiles:
         """Threads of a CTA: the consumers, and a warpgroup of which one thread copies."""
         return 128 * (self.consumers + 1)
 
-    def mask_bytes(self, head_dim: int, element: int) -> int:
+    def mask_bytes(self, head_dim: int, element: int, unaligned: bool) -> int:
         """MaskRing's size (shared.cuh), for a mask of numbers of so many bytes."""
         stages = 2 if head_dim <= 64 and element == 2 else 1
-        each = ROWS * self.block_n * element + 16
+        each = ROWS * (self.block_n * element + VECTOR_BYTES * unaligned) + 16
         return ceil(stages * self.consumers * each / 1024) * 1024 if element else 0
 
     def shared_bytes(
-        self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0, work_bytes: int = WORKS * WORK_BYTES
+        self,
+        head_dim: int,
+        stages: int,
+        query_stages: int,
+        mask_element: int = 0,
+        unaligned: bool = False,
+        work_bytes: int = WORKS * WORK_BYTES,
     ) -> int:
         """SharedStorage's size (shared.cuh); `work_bytes`: of descriptions of query tiles."""
         tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * stored_columns(head_dim) * ELEMENT
@@ -107,16 +113,22 @@ class Tiles:
         # Of WithPartner (divided.cuh), for each consumer: statistics of rows, and barriers.
         partner = 8 * self.consumers * (ROWS + self.ctas.bit_length()) if self.ctas > 1 else 0
         behind_masks = ceil((tiles + work_bytes + barriers + partner) / 1024) * 1024
-        return self.mask_bytes(head_dim, mask_element) + behind_masks
+        return self.mask_bytes(head_dim, mask_element, unaligned) + behind_masks
 
     @functools.lru_cache  # noqa: B019 (tiles are a few constants)
     def rings(
-        self, head_dim: int, shared_per_cta: int, mask_element: int = 0, work_bytes: int = WORKS * WORK_BYTES
+        self,
+        head_dim: int,
+        shared_per_cta: int,
+        mask_element: int = 0,
+        unaligned: bool = False,
+        work_bytes: int = WORKS * WORK_BYTES,
     ) -> tuple[int, int] | None:
         """(tiles of K and of V, tiles of Q) that fit: two query tiles if two of the others fit as well."""
         for query_stages in (2, 1):
             for stages in range(DEEPEST, 1, -1):
-                if self.shared_bytes(head_dim, stages, query_stages, mask_element, work_bytes) <= shared_per_cta:
+                size = self.shared_bytes(head_dim, stages, query_stages, mask_element, unaligned, work_bytes)
+                if size <= shared_per_cta:
                     return stages, query_stages
         return None
 
@@ -148,6 +160,7 @@ MOST_TILES_OF_CAUSAL, MOST_TILES = 1.25, 2.0
 """Query tiles up to which keys are divided, for each SM, under a causal mask and without one."""
 DROPPING = "microsdpa::hopper::throughput::Dropping<{}>"
 CONTINUING = "microsdpa::hopper::throughput::Continuing<{}, {}>"
+UNALIGNED = "microsdpa::hopper::throughput::Unaligned<{}>"
 DIVIDING = "microsdpa::hopper::throughput::Dividing<{}, {}, {}>"
 DIVIDED_SPILLS = "a few words of addresses, once a query tile"
 MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
@@ -290,8 +303,8 @@ def fitting(problem: Problem) -> tuple[Tiles, ...]:
 @functools.lru_cache(maxsize=1024)
 def _fitting(problem: Problem) -> tuple[Tiles, ...]:
     """fitting() for any problem of that kind, whatever its size."""
-    element, head_dim = mask_element(problem), padded(problem)
-    found = CANDIDATES[head_dim]
+    element, unaligned, head_dim = mask_element(problem), is_unaligned(problem.mask), padded(problem)
+    found, shared = CANDIDATES[head_dim], chip_of(problem.target).shared_per_cta
     if element:
         # A mask of numbers leaves no registers for small shares of them, nor, beside a soft cap, for large tiles.
         most = 64 if head_dim > 64 and problem.mask is not None and problem.mask.softcap else 128
@@ -303,15 +316,18 @@ def _fitting(problem: Problem) -> tuple[Tiles, ...]:
         found = tuple(t for t in found if t.consumers <= most and t.block_n <= MOST_LISTED)
     if problem.dropout:
         found = tuple(t for t in found if t.consumers == 2)  # of others the registers do not hold random numbers too
-    return tuple(
-        t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, work_bytes(problem, t))
-    )
+    return tuple(t for t in found if t.rings(head_dim, shared, element, unaligned, work_bytes(problem, t)))
 
 
 def mask_element(problem: Problem) -> int:
     """Bytes of an element of the problem's mask of numbers; 0 without one."""
     kind = problem.mask
     return 0 if kind is None or kind.tensor in (None, *SHOWING) else 4 if kind.tensor == "float32" else 2
+
+
+def is_unaligned(mask: MaskKind | None) -> bool:
+    """Whether there is a mask of numbers whose rows do not start on 16 bytes."""
+    return mask is not None and mask.unaligned
 
 
 def is_ranged(mask: MaskKind | None) -> bool:
@@ -391,7 +407,8 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     element = mask_element(problem)
     listed = mask if mask is not None and mask.tensor == "bool" else None
     works = work_bytes(problem, tiles)
-    rings = tiles.rings(head_dim, chip.shared_per_cta, element, works)
+    unaligned = is_unaligned(mask)
+    rings = tiles.rings(head_dim, chip.shared_per_cta, element, unaligned, works)
     if rings is None:
         raise ValueError(
             f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {head_dim}, got {tiles}"
@@ -419,7 +436,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         narrow = tail(head_dim) * ELEMENT_BYTES[problem.dtype]
         maps += [replace(wide, columns=tail(head_dim), swizzle=narrow) for wide in maps]
         arguments["MAPS"] = ", ".join(["microsdpa::TensorMap"] * len(boxes))
-    if element:
+    if element and not unaligned:
         maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
         arguments["MAPS"] = "microsdpa::TensorMap"
     params = "microsdpa::AttentionParams" if mask is None else "microsdpa::MaskedParams"
@@ -433,7 +450,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,
-        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, works),
+        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, unaligned, works),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         cluster=tiles.ctas,
         split=tiles.ctas,
@@ -451,6 +468,9 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
 def _policies(problem: Problem, tiles: Tiles) -> str:
     """The C++ type that stands in the place of the masks (policies.cuh)."""
     masks = masks_type(problem.mask, summed=True)
+    if problem.mask is not None and problem.mask.unaligned:
+        element = CPP_TYPE[problem.mask.tensor]
+        masks = masks.replace(f"<{element},", f"<{UNALIGNED.format(element)},", 1)
     if tiles.ctas > 1:
         return DIVIDING.format(masks, tiles.ctas, problem.value_dim or problem.head_dim)
     if problem.continued:
@@ -522,11 +542,8 @@ def _admitted(problem: Problem) -> tuple[Tiles, ...] | Rejection:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    if mask_element(problem) and not (problem.mask and problem.mask.bulk):
-        return Rejection(
-            f"rows of attn_mask that are not aligned to {VECTOR_BYTES} bytes",
-            f"an attn_mask whose rows start on {VECTOR_BYTES} bytes",
-        )
+    if mask_element(problem) and not (problem.mask and (problem.mask.bulk or problem.mask.unaligned)):
+        return Rejection("an attn_mask with gaps between keys", "a contiguous attn_mask")
     return _fitting(problem) or Rejection(
         f"an attn_mask of numbers leaves no room for head_dim {problem.head_dim}", "a boolean attn_mask"
     )
