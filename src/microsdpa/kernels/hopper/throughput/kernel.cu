@@ -257,9 +257,9 @@ struct MaskCopies<BLOCK_N, Unaligned<T>> {
     const int64 stride = BYTES * params.masks.mask_strides.row;
     const Rows rows{reinterpret_cast<const char*>(mask_row<T>(params.masks, batch, head, row) + key), stride,
                     stride != 0 ? min(ROWS, params.call.seqlen_q - row) : 1};
-    const char* const last = rows.first + (rows.count - 1) * stride;
-    const bool all_there = key + BLOCK_N <= params.call.seqlen_k && (rows.count == ROWS || stride == 0);
-    if (all_there && rows.first - 16 >= begin && last + BYTES * BLOCK_N + 16 <= end) {
+    const char* const last = rows.first + (ROWS - 1) * stride;
+    // What lies behind a row's keys, and behind a head's rows, is hidden later.
+    if (rows.first - 16 >= begin && last + BYTES * BLOCK_N + 16 <= end) {
       copy<false>(tile, rows);
     } else {
       copy<true>(tile, rows);
