@@ -68,8 +68,8 @@ def test_masks_are_right_in_every_order(case: Case, candidate: int) -> None:
     problem = replace(case.problem("sm_90a"), mask=masks_of(case).kind_in_memory)
     tiles = fitting(problem)
     spec = replace(specification(problem, tiles[candidate % len(tiles)]), max_ctas=CTAS)
-    # Rows of 32-bit numbers are read two at a time in each bank: the copies' pattern is for rows of 16 bits. So are some
-    # of those that begin at different places.
+    # Rows of 32-bit numbers are read two at a time in each bank: the copies' pattern is for rows of 16 bits. So are
+    # some rows that begin at different places.
     unaligned = problem.mask is not None and problem.mask.unaligned
     check_in_every_order(spec, problem, case, conflicts=unaligned or "float32" in case.masks)
 
