@@ -10,6 +10,7 @@ import tempfile
 import pytest
 import torch
 
+import compiler_record
 from microsdpa.runtime import launcher
 from tiers import is_quick
 
@@ -19,6 +20,13 @@ KEPT = os.environ.get("MICROSDPA_TESTS_CACHE_DIR", "")
 # One cache for the whole run, its workers and subprocesses, and never the user's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["MICROSDPA_CACHE_DIR"] = KEPT or tempfile.mkdtemp(prefix="microsdpa-tests-")
+    compiler_record.begin()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what the compiler's record lacks, or writes it."""
+    if said := compiler_record.summary():
+        terminalreporter.write_line(said)
 
 
 def pytest_unconfigure() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from compiled import Figures, figures
 
-from microsdpa.jit import CompiledKernel, compile_kernel
-from microsdpa.jit.inspect import count_instructions, tensor_instructions
-from microsdpa.jit.occupancy import occupancy
 from microsdpa.kernels import EIGHT_BIT_FAMILIES
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.eight_bit import HEAD_DIMS
@@ -38,14 +36,14 @@ CONFIGURATIONS: list[tuple[str, Operands, int, set[str], set[str]]] = [
 
 def compiled(
     rung: str, operands: Operands, terms: int, target: str, head_dim: int = 64, causal: Causal | None = None
-) -> CompiledKernel:
+) -> Figures:
     family = next(f for f in EIGHT_BIT_FAMILIES if f.short_name == rung)
     problem = Problem(
         1, 8, 8, 512, 512, head_dim, "float16", causal, target=target, operands=operands, query_terms=terms
     )
     spec = family.specify(problem)
     assert isinstance(spec, KernelSpec)
-    return compile_kernel(spec, target)  # which refuses what spills
+    return figures(spec, target, counted=True)
 
 
 @pytest.mark.parametrize(("rung", "operands", "terms", "ada", "hopper"), CONFIGURATIONS)
@@ -54,10 +52,10 @@ def test_8_bit_tensor_cores_and_no_local_memory(
     target: str, rung: str, operands: Operands, terms: int, ada: set[str], hopper: set[str]
 ) -> None:
     kernel = compiled(rung, operands, terms, target)
-    counts = count_instructions(kernel.cubin)
+    counts = kernel.instructions
     assert counts["STL"] == counts["LDL"] == 0
     assert kernel.resources.spill_store_bytes == kernel.resources.stack_bytes == 0
-    assert set(tensor_instructions(counts)) == (hopper if target == "sm_90a" else ada)
+    assert kernel.tensor_instructions == (hopper if target == "sm_90a" else ada)
     assert (counts["LDGSTS"] > 0) == (rung not in ("ladder/08", "ladder/09", "ladder/10"))
     assert (counts["LDSM"] > 0) == (rung != "ladder/08")
 
@@ -77,9 +75,7 @@ def test_an_sm_of_ada_holds_two_ctas_at_the_mission_shape(
     rung: str, operands: Operands, terms: int, ada: set[str], hopper: set[str]
 ) -> None:
     kernel = compiled(rung, operands, terms, "sm_89")
-    spec, resources = kernel.spec, kernel.resources
-    shared = resources.shared_bytes + spec.shared_bytes
-    assert occupancy("sm_89", spec.threads, resources.registers, shared).ctas >= 2
+    assert kernel.held.ctas >= 2
 
 
 @pytest.mark.parametrize("target", [*TARGETS, "sm_120"])
@@ -89,15 +85,13 @@ def test_a_persistent_launch_has_no_more_ctas_than_the_chip_holds(
     head_dim: int, operands: Operands, target: str
 ) -> None:
     kernel = compiled("ladder/12", operands, 1, target, head_dim)
-    spec, resources = kernel.spec, kernel.resources
-    shared = resources.shared_bytes + spec.shared_bytes
-    held = occupancy(target, spec.threads, resources.registers, shared).ctas
-    assert held >= int(dict(spec.template_args)["CTAS"])
-    assert spec.max_ctas == int(dict(spec.template_args)["CTAS"]) * chip_of(target).sms
+    ctas = int(dict(kernel.spec.template_args)["CTAS"])
+    assert kernel.held.ctas >= ctas
+    assert kernel.spec.max_ctas == ctas * chip_of(target).sms
 
 
 @pytest.mark.parametrize("operands", SCHEMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_quantizer_does_not_spill(operands: Operands, head_dim: int) -> None:
-    kernel = compile_kernel(fused(SCHEMES[operands], "float16", head_dim, clusters=False), "sm_89")
+    kernel = figures(fused(SCHEMES[operands], "float16", head_dim, clusters=False), "sm_89")
     assert kernel.resources.spill_store_bytes == kernel.resources.stack_bytes == 0

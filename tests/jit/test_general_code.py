@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from compiled import figures
 
-from microsdpa.jit import compile_kernel
 from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.kernels.select import select
 
@@ -19,7 +19,7 @@ KINDS = [
 def test_masks_of_numbers_do_not_spill(head_dim: int, kind: MaskKind) -> None:
     problem = Problem(1, 2, 2, 60, 100, head_dim, "float16", mask=kind, target="sm_90a")
     spec = select(problem, "ampere/general").spec
-    assert not compile_kernel(spec, problem.target).resources.uses_local_memory
+    assert not figures(spec, problem.target).resources.uses_local_memory
 
 
 RANGES = MaskKind("int32", left=True, right=True)
@@ -34,7 +34,7 @@ def test_two_tiles_of_queries_a_warp_do_not_spill(head_dim: int, kind: MaskKind,
     assert ("ROW_TILES", "2") in spec.template_args
     # A table of blocks may spill a few addresses: what it hides is worth more.
     allowed = 16 if kind.tensor == "uint8" and head_dim > 64 else 0
-    assert compile_kernel(spec, problem.target).resources.spill_store_bytes <= allowed
+    assert figures(spec, problem.target).resources.spill_store_bytes <= allowed
 
 
 @pytest.mark.parametrize("kind", [MaskKind("bool"), RANGES, *KINDS], ids=str)
@@ -43,7 +43,7 @@ def test_masks_in_decoding_do_not_spill(head_dim: int, target: str, kind: MaskKi
     problem = Problem(4, 32, 8, 1, 4096, head_dim, "float16", mask=kind, target=target)
     spec = select(problem).spec
     assert spec.name == "ampere/mma"
-    assert not compile_kernel(spec, problem.target).resources.uses_local_memory
+    assert not figures(spec, problem.target).resources.uses_local_memory
 
 
 def test_it_is_never_refused_for_a_spill() -> None:

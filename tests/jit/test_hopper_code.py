@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
+from compiled import figures
 
-from microsdpa.jit import compile_kernel
-from microsdpa.jit.inspect import count_instructions
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput.spec import CANDIDATES, Tiles, specification, tail
@@ -32,10 +31,10 @@ def test_no_product_of_throughput_is_serialised(
     head_dim: int, candidate: Tiles, dtype: str, causal: str | None
 ) -> None:
     problem = replace(LONG, head_dim=head_dim, dtype=cast("DType", dtype), causal=cast("Causal | None", causal))
-    kernel = compile_kernel(specification(problem, candidate), "sm_90a")
-    assert "C75" not in kernel.log  # "wgmma.mma_async instructions are serialized due to ..."
+    kernel = figures(specification(problem, candidate), "sm_90a", counted=True)
+    assert not kernel.serialised
     assert not kernel.resources.uses_local_memory
-    counts = count_instructions(kernel.cubin)
+    counts = kernel.instructions
     values = candidate.block_n // 16 * (2 if tail(head_dim) else 1)  # P V, where a tail is a product of its own
     products = head_dim // 16 + values  # of one tile: S, and P V
     # The first tile's S, the last one's P V, and between them one tile, or two when P's registers alternate.
@@ -52,10 +51,8 @@ def test_no_product_of_latency_on_resident_tiles_is_serialised_or_waited_for_ear
     head_dim: int, keys: int, cluster: int, causal: str | None
 ) -> None:
     problem = Problem(1, 8, 8, 512, keys, head_dim, "float16", causal=cast("Causal | None", causal))
-    kernel = compile_kernel(
-        hopper_latency.specification(problem, hopper_latency.configuration(problem, cluster)), "sm_90a"
-    )
-    assert "C75" not in kernel.log
+    kernel = figures(hopper_latency.specification(problem, hopper_latency.configuration(problem, cluster)), "sm_90a")
+    assert not kernel.serialised
     assert not kernel.resources.uses_local_memory
 
 
@@ -78,8 +75,8 @@ def test_no_product_of_latency_under_masks_is_serialised_or_waited_for_early(mas
     keys = 500 if cluster == 2 else 250
     choice = hopper_latency.configuration(replace(problem, seqlen_k=keys), cluster)
     assert choice.rounds == 2
-    kernel = compile_kernel(hopper_latency.specification(replace(problem, seqlen_k=keys), choice), "sm_90a")
-    assert "C75" not in kernel.log
+    kernel = figures(hopper_latency.specification(replace(problem, seqlen_k=keys), choice), "sm_90a")
+    assert not kernel.serialised
     assert not kernel.resources.uses_local_memory
 
 
@@ -94,8 +91,8 @@ def test_no_product_of_latency_s_ring_is_serialised(head_dim: int, keys: int, ca
     problem = Problem(1, 8, 8, 512, keys, head_dim, "float16", causal=cast("Causal | None", causal))
     choice = hopper_latency.configuration(problem, 1)
     assert choice.rounds == 0
-    kernel = compile_kernel(hopper_latency.specification(problem, choice), "sm_90a")
-    assert "C75" not in kernel.log
+    kernel = figures(hopper_latency.specification(problem, choice), "sm_90a")
+    assert not kernel.serialised
     assert not kernel.resources.uses_local_memory
 
 
@@ -117,16 +114,16 @@ def test_no_product_of_throughput_under_numbers_is_serialised(
     sizes = 2, 16, 16, 1500, keys, head_dim
     spec = select(Problem(*sizes, "float16", causal=cast("Causal | None", causal), mask=mask, target="sm_90a")).spec
     assert spec.name == "hopper/throughput"
-    assert "C75" not in compile_kernel(spec, "sm_90a").log
+    assert not figures(spec, "sm_90a").serialised
 
 
 @pytest.mark.parametrize("causal", [None, "upper_left"])
 @pytest.mark.parametrize("choice", hopper_split.CANDIDATES, ids=str)
 def test_no_product_of_split_is_serialised(choice: hopper_split.Split, causal: str | None) -> None:
     problem = replace(LONG, batch=1, heads=8, heads_kv=8, causal=cast("Causal | None", causal))
-    kernel = compile_kernel(hopper_split.specification(problem, choice), "sm_90a")
-    assert "C75" not in kernel.log
+    kernel = figures(hopper_split.specification(problem, choice), "sm_90a", counted=True)
+    assert not kernel.serialised
     assert not kernel.resources.uses_local_memory
     assert kernel.resources.registers <= 128  # four warpgroups
     # The first S; two turns of S and P V, of P in either of its places; two last P V.
-    assert count_instructions(kernel.cubin)["HGMMA"] == 4 + 2 * 8 + 2 * 4
+    assert kernel.instructions["HGMMA"] == 4 + 2 * 8 + 2 * 4

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from compiled import figures
 
-from microsdpa.jit import compile_kernel
-from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.hopper.throughput_8bit.spec import throughput
 from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
@@ -30,15 +29,15 @@ def test_wgmma_runs_free_and_nothing_is_spilled(head_dim: int, operands: Operand
     )
     spec = throughput(problem)
     assert isinstance(spec, KernelSpec)
-    kernel = compile_kernel(spec, "sm_90a")
-    counts = count_instructions(kernel.cubin)
-    assert set(tensor_instructions(counts)) == ({"QGMMA"} if operands == "fp8" else {"IGMMA", "QGMMA"})
+    kernel = figures(spec, "sm_90a", counted=True)
+    counts = kernel.instructions
+    assert kernel.tensor_instructions == ({"QGMMA"} if operands == "fp8" else {"IGMMA", "QGMMA"})
     in_place = ("IN_PLACE", "false") not in spec.template_args
     assert in_place == (head_dim < 256 or terms == 1)
     assert kernel.resources.spill_store_bytes <= (0 if in_place else 24)
     assert counts["LDSM"] > 0
     assert counts["STSM"] == counts["LDSM"]  # V is transposed on its way, in registers
-    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+    assert not kernel.serialised
 
 
 @pytest.mark.parametrize(
@@ -64,12 +63,12 @@ def test_the_same_at_other_lengths_of_wide_heads(
     )
     spec = throughput(problem)
     assert isinstance(spec, KernelSpec)
-    kernel = compile_kernel(spec, "sm_90a")
+    kernel = figures(spec, "sm_90a", counted=True)
     staged = ("QUERY_STAGES", "2") in spec.template_args
     assert staged == (seqlen < 16384 or causal is not None)
-    assert count_instructions(kernel.cubin)["UTMASTG"] == (8 if staged else 0) * 2  # by one scale of V or many, twice
+    assert kernel.instructions["UTMASTG"] == (8 if staged else 0) * 2  # by one scale of V or many, twice
     assert not kernel.resources.uses_local_memory
-    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+    assert not kernel.serialised
 
 
 @pytest.mark.parametrize("operands", ["fp8", "int8_fp8"])
@@ -81,9 +80,9 @@ def test_the_same_where_few_tiles_have_two_consumers(head_dim: int, operands: Op
     spec = throughput(problem)
     assert isinstance(spec, KernelSpec)
     assert ("IN_PLACE", "false") in spec.template_args
-    kernel = compile_kernel(spec, "sm_90a")
+    kernel = figures(spec, "sm_90a", counted=True)
     assert not kernel.resources.uses_local_memory
-    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+    assert not kernel.serialised
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -95,7 +94,7 @@ def test_int8_beside_16_bits_too(head_dim: int, causal: Causal | None, dtype: DT
     )
     spec = hopper_int8.throughput(problem)
     assert isinstance(spec, KernelSpec)
-    kernel = compile_kernel(spec, "sm_90a")
-    assert set(tensor_instructions(count_instructions(kernel.cubin))) == {"HGMMA", "IGMMA"}
+    kernel = figures(spec, "sm_90a", counted=True)
+    assert kernel.tensor_instructions == {"HGMMA", "IGMMA"}
     assert not kernel.resources.uses_local_memory
-    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+    assert not kernel.serialised

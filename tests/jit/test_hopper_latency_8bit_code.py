@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from compiled import figures
 
-from microsdpa.jit import compile_kernel
-from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.hopper.latency.eight_bit import latency
 from microsdpa.kernels.problem import Causal, MaskKind, Operands, Problem
@@ -28,11 +27,11 @@ def test_wgmma_runs_free_and_nothing_is_spilled(
     )
     spec = latency(problem)
     assert isinstance(spec, KernelSpec)
-    kernel = compile_kernel(spec, "sm_90a")
+    kernel = figures(spec, "sm_90a", counted=True)
     products = {"HGMMA", "QGMMA" if operands == "fp8" else "IGMMA"}
-    assert set(tensor_instructions(count_instructions(kernel.cubin))) == products
+    assert kernel.tensor_instructions == products
     assert not kernel.resources.uses_local_memory
-    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+    assert not kernel.serialised
 
 
 @pytest.mark.parametrize(
@@ -50,6 +49,6 @@ def test_masks_at_the_headline_shape_spill_nothing(mask: MaskKind) -> None:
     problem = Problem(*sizes, mask=mask, target="sm_90a", operands="fp8", query_terms=2)  # type: ignore[arg-type]
     spec = latency(problem)
     assert isinstance(spec, KernelSpec)
-    kernel = compile_kernel(spec, "sm_90a")
+    kernel = figures(spec, "sm_90a", counted=True)
     assert not kernel.resources.uses_local_memory
-    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+    assert not kernel.serialised

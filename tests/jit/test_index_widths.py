@@ -6,11 +6,13 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from index_widths import Widths
 
+from compiler_record import key_of, recorded
 from microsdpa.jit import nvrtc
 from microsdpa.jit.source import KERNELS_DIR, expand
 from microsdpa.kernels import KernelSpec, catalogue
@@ -235,6 +237,10 @@ def _places(spec: KernelSpec, target: str, root: Path = KERNELS_DIR) -> set[tupl
     }
 
 
+def _listed(spec: KernelSpec, target: str) -> list[tuple[str, str]]:
+    return sorted(_places(spec, target))
+
+
 def _explains(entry: tuple[str, str, str], place: tuple[str, str]) -> bool:
     words = entry[1] in place[1] if entry[1] else not place[1]  # the compiler gives no line where it merged some
     return place[0].startswith(entry[0]) and words
@@ -242,8 +248,8 @@ def _explains(entry: tuple[str, str, str], place: tuple[str, str]) -> bool:
 
 def test_every_number_that_could_outgrow_32_bits_is_explained() -> None:
     """A line that this names anew: make it 64 bits wide, or refuse what makes it too large, and then explain it."""
-    found = {(*place, source) for source, spec, target in _sources() for place in _places(spec, target)}
-    places = {(name, line) for name, line, _ in found}
+    found = (recorded(key_of("widths", spec, target), partial(_listed, spec, target)) for _, spec, target in _sources())
+    places = {(name, line) for of_kernel in found for name, line in of_kernel}
     unexplained = sorted(place for place in places if not any(_explains(entry, place) for entry in EXPLAINED))
     assert unexplained == []
     assert [entry[:2] for entry in EXPLAINED if not any(_explains(entry, place) for place in places)] == []

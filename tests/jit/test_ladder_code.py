@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from compiled import Figures, figures
 
-from microsdpa.jit import CompiledKernel, compile_kernel
-from microsdpa.jit.inspect import count_instructions, tensor_instructions
-from microsdpa.jit.occupancy import Occupancy, occupancy
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
@@ -27,24 +25,18 @@ CTAS = {
 }
 
 
-def compiled(rung: str, target: str, head_dim: int = 64) -> CompiledKernel:
+def compiled(rung: str, target: str, head_dim: int = 64) -> Figures:
     problem = Problem(1, 8, 8, 512, 512, head_dim, "float16", target=target)
-    return compile_kernel(select(problem, rung).spec, target)
-
-
-def held(kernel: CompiledKernel) -> Occupancy:
-    spec, resources = kernel.spec, kernel.resources
-    return occupancy(kernel.target, spec.threads, resources.registers, resources.shared_bytes + spec.shared_bytes)
+    return figures(select(problem, rung).spec, target, counted=True)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_tensor_cores_from_rung_02_on_and_no_local_memory(rung: str, target: str) -> None:
     kernel = compiled(rung, target)
-    counts = count_instructions(kernel.cubin)
+    counts = kernel.instructions
     assert counts["STL"] == counts["LDL"] == 0
-    tensor = tensor_instructions(counts)
-    assert set(tensor) == (set() if rung == "ladder/01" else {"HMMA"})
+    assert kernel.tensor_instructions == (set() if rung == "ladder/01" else {"HMMA"})
     if rung >= "ladder/03":
         assert counts["LDGSTS"] > 0
     if rung >= "ladder/04":
@@ -54,14 +46,14 @@ def test_tensor_cores_from_rung_02_on_and_no_local_memory(rung: str, target: str
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_sm_holds_what_the_design_counts_on(target: str) -> None:
     for rung in RUNGS:
-        assert held(compiled(rung, target)).ctas >= CTAS[rung][TARGETS.index(target)], rung
+        assert compiled(rung, target).held.ctas >= CTAS[rung][TARGETS.index(target)], rung
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_a_persistent_launch_has_no_more_ctas_than_the_chip_holds(target: str, head_dim: int) -> None:
     kernel = compiled("ladder/06", target, head_dim)
-    assert held(kernel).ctas >= int(dict(kernel.spec.template_args)["CTAS"])
+    assert kernel.held.ctas >= int(dict(kernel.spec.template_args)["CTAS"])
 
 
 def test_the_page_about_the_l4_has_the_compilers_figures() -> None:
@@ -69,10 +61,10 @@ def test_the_page_about_the_l4_has_the_compilers_figures() -> None:
     page = (Path(__file__).parents[2] / "docs/roofline-l4.md").read_text()
     fp8 = Problem(1, 8, 8, 512, 512, 64, "float16", None, target="sm_89", operands="fp8", query_terms=1)
     eight_bit = [family.specify(fp8) for family in EIGHT_BIT_FAMILIES if family.name.startswith(("ladder/", "ada/"))]
-    kernels = [compile_kernel(spec, "sm_89") for spec in eight_bit if isinstance(spec, KernelSpec)]
+    kernels = [figures(spec, "sm_89") for spec in eight_bit if isinstance(spec, KernelSpec)]
     assert len(kernels) == len(eight_bit)
     for kernel in [*(compiled(rung, "sm_89") for rung in RUNGS), *kernels]:
-        spec, found = kernel.spec, held(kernel)
+        spec, found = kernel.spec, kernel.held
         line = next(line for line in page.splitlines() if line.startswith(f"| {spec.name.removeprefix('ladder/')} |"))
         threads, registers, shared, ctas, share, grid, busiest, balance = (c.strip() for c in line.split("|")[2:-1])
         tiles = 8 * 512 // spec.block_m

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
-from microsdpa.jit import compile_kernel
-from microsdpa.jit.inspect import count_instructions
-from microsdpa.jit.occupancy import occupancy
+from compiled import all_figures
+
 from microsdpa.kernels.problem import Causal, Problem
 from microsdpa.kernels.select import select
 
@@ -26,14 +23,11 @@ BUDGET = {("sm_90a", 64): 8, ("sm_90a", 128): 8, ("sm_89", 64): 8, ("sm_89", 128
 def test_no_spills_and_as_many_warps_as_designed() -> None:
     specs = [select(problem, "ampere/mma").spec for problem in PROBLEMS]
     assert {spec.source for spec in specs} == {"ampere/stream/kernel.cu"}
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        kernels = list(pool.map(lambda job: compile_kernel(job[0], job[1].target), zip(specs, PROBLEMS, strict=True)))
-    for kernel, problem in zip(kernels, PROBLEMS, strict=True):
-        resources, spec = kernel.resources, kernel.spec
-        assert not resources.uses_local_memory, problem
-        counts = count_instructions(kernel.cubin)
+    jobs = [(spec, problem.target) for spec, problem in zip(specs, PROBLEMS, strict=True)]
+    for kernel, problem in zip(all_figures(jobs, counted=True), PROBLEMS, strict=True):
+        assert not kernel.resources.uses_local_memory, problem
+        counts = kernel.instructions
         # Two copies of the products, for whole tiles and for others, and those of the first keys.
-        assert counts["HMMA"] >= 2 * 2 * spec.threads // 32 * problem.head_dim // 8
+        assert counts["HMMA"] >= 2 * 2 * kernel.spec.threads // 32 * problem.head_dim // 8
         assert counts["LDGSTS"] >= 4
-        held = occupancy(kernel.target, spec.threads, resources.registers, resources.shared_bytes + spec.shared_bytes)
-        assert held.warps >= BUDGET.get((problem.target, problem.head_dim), 4), problem
+        assert kernel.held.warps >= BUDGET.get((problem.target, problem.head_dim), 4), problem

@@ -43,7 +43,7 @@ def _build_launcher_for_a_cpu(compiler: str, includes: list[str], path: Path) ->
     include = [*includes, libinfo.find_include_path()]
     subprocess.run(
         [
-            *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-DMICROSDPA_DEVICE=kDLCPU"),
+            *(compiler, "-std=c++17", "-O0", "-shared", "-fPIC", "-fvisibility=hidden", "-DMICROSDPA_DEVICE=kDLCPU"),
             *(option for directory in include for option in ("-isystem", directory)),
             *(str(Path(launcher.__file__).with_name("launcher.cc")), "-o", str(path)),
             *(libinfo.find_libtvm_ffi(), "-ldl"),
