@@ -22,6 +22,7 @@ Masking = Literal[
     "left padding, numbers",
     "text",
     "additive",
+    "slice",
     "float32",
     "window",
     "window 1024",
@@ -147,7 +148,8 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
     "left padding" is the [B, 1, S_q, S_k] of a batch of prompts that are filled up to one length on the left, and the
     causal mask of their last S_q tokens: up to half of the keys are hidden, a padded query sees itself. As numbers it
     has the lowest one for what is hidden, in the inputs' type. "text" is [B, 1, 1, S_k] and hides some of the first
-    eighth of the keys. "additive" is [H, S_q, S_k] in the inputs' type, -inf in places; "float32" is [S_q, S_k].
+    eighth of the keys. "additive" is [H, S_q, S_k] in the inputs' type, -inf in places, "float32" [S_q, S_k];
+    "slice" is like "additive", of a larger tensor: it starts at the second number of that one's rows.
     "window 1024" shows a query the 1,024 keys before it and its own; "window as a mask" is [S_q, S_k] and shows 128.
     "documents" has the ranges of keys of a query's own document, as documents() has them; "blocks 30%" is a BlockTable
     that shows 30% of the blocks, as block_table() has them.
@@ -174,12 +176,14 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
             lengths = torch.randint(0, s_k // 8 + 1, (b, 1), generator=generator)
             keys = torch.arange(s_k)
             found["attn_mask"] = ((keys < lengths) | (keys >= s_k // 8))[:, None, None].to(device)
-        elif name in ("additive", "float32"):
-            shape = (h, s_q, s_k) if name == "additive" else (s_q, s_k)
+        elif name in ("additive", "slice", "float32"):
+            columns = s_k + 3 if name == "slice" else s_k
+            shape = (s_q, columns) if name == "float32" else (h, s_q, columns)
             bias = torch.randn(shape, generator=generator).where(
                 torch.rand(shape, generator=generator) < 0.8, -torch.inf
             )
-            found["attn_mask"] = bias.to(TORCH_DTYPE[case.dtype] if name == "additive" else torch.float32).to(device)
+            bias = bias.to(torch.float32 if name == "float32" else TORCH_DTYPE[case.dtype]).to(device)
+            found["attn_mask"] = bias[..., 1 : s_k + 1] if name == "slice" else bias
         elif name == "window":
             found["window"] = (s_k // 3, s_k // 5)
         elif name in ("window 1024", "window 4096"):

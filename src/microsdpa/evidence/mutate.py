@@ -69,6 +69,10 @@ OWN_CASES: dict[str, tuple[tuple[Case, str], ...]] = {
         # A consumer without rows, and one that sees fewer tiles than the other, beside a mask of numbers.
         (Case(1, 3, 192, 224, 64, causal="lower_right", masks=("additive",)), ""),
         (Case(1, 3, 192, 224, 64, causal="lower_right", masks=("additive", "alibi")), ""),  # the last keys first
+        # Numbers whose rows do not start on 16 bytes, which lanes copy: two bytes each, and four.
+        (Case(1, 3, 192, 227, 64, causal="lower_right", masks=("additive",)), ""),
+        (Case(1, 2, 70, 301, 64, masks=("float32",)), ""),
+        (Case(1, 2, 70, 301, 64, masks=("slice",)), ""),  # the mask itself does not start on 16 bytes
         (Case(1, 2, 70, 300, 64, causal="lower_right", masks=("documents",)), ""),
         (Case(1, 3, 200, 450, 64), "192 x 128"),  # S and P V in turn
         (Case(1, 2, 70, 300, 64, masks=("bool",)), ""),  # a list of three tiles, each of which several warps read

@@ -259,6 +259,7 @@ struct MaskCopies<BLOCK_N, Unaligned<T>> {
                     stride != 0 ? min(ROWS, params.call.seqlen_q - row) : 1};
     const char* const last = rows.first + (ROWS - 1) * stride;
     // What lies behind a row's keys, and behind a head's rows, is hidden later.
+    // mutation: where the mask has all bytes, both ways copy the same
     if (rows.first - 16 >= begin && last + BYTES * BLOCK_N + 16 <= end) {
       copy<false>(tile, rows);
     } else {
@@ -280,12 +281,14 @@ struct MaskCopies<BLOCK_N, Unaligned<T>> {
     if (own < ROWS_AT_ONCE) {
 #pragma unroll(AT_END ? 1 : 4)
       for (int i = own; i < count; i += ROWS_AT_ONCE) {
+        // mutation: a row behind the last one is read where the mask has it, and hidden later
         copy_chunk<AT_END>(to, row, number, i < rows.count);
         row += ROWS_AT_ONCE * rows.stride, to += ROWS_AT_ONCE * COLUMNS;
       }
     }
 #pragma unroll 1
     for (int i = lane; i < count; i += 32) {
+      // mutation: a row behind the last one is read where the mask has it, and hidden later
       copy_chunk<AT_END>(tile + i * COLUMNS + CHUNKS * CHUNK, rows.first + i * rows.stride, CHUNKS, i < rows.count);
     }
   }
@@ -299,6 +302,7 @@ struct MaskCopies<BLOCK_N, Unaligned<T>> {
       const int64 left = is_row ? end - chunk : 0;
       const int valid = left > 16 ? 16 : left < 0 ? 0 : static_cast<int>(left);
       if (chunk >= begin) {
+        // mutation: a copy of no bytes reads nothing
         cp_async<16>(to, valid > 0 ? chunk : row - reinterpret_cast<uint64>(row) % 16, valid);
       } else {  // the mask itself does not start on 16 bytes
         for (int i = static_cast<int>(begin - chunk); i < valid; i += BYTES) {
