@@ -104,4 +104,4 @@ def summary() -> str:
         new = len(found.keys() - entries().keys())
         RECORD.write_text("".join(json.dumps(entry) + "\n" for entry in sorted(found.items())), encoding="utf-8")
         return f"{RECORD.name}: {len(found)} entries, {new} of them new"
-    return f"{len(found)} kernels that tests/jit/compiled.jsonl does not have were compiled" if found else ""
+    return f"compiled, for tests/jit/compiled.jsonl does not have them: {len(found)} kernels" if found else ""

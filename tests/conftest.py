@@ -24,8 +24,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what the compiler's record lacks, or writes it."""
-    if said := compiler_record.summary():
+    """Says what the compiler's record lacks, or writes it, once all workers have ended."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and (said := compiler_record.summary()):
         terminalreporter.write_line(said)
 
 

@@ -138,5 +138,6 @@ def verify_cases() -> list[Case]:
         for (s_q, s_k, d), (dtype, causal, masks) in product(((1, 700, 64), (5, 333, 128)), DECODING)
     ]
     cases += [Case(1, 2, 16, 200, 256, masks=("left padding",)), Case(3, 4, 40, 90, 64, masks=("text",))]
+    cases.append(Case(1, 2, 70, 301, 64, masks=("slice",)))
     cases.append(Case(2, 4, 77, 90, 64, heads_kv=2, layout="unaligned", masks=("additive", "window", "alibi", "sinks")))
     return list(dict.fromkeys(cases))
