@@ -65,7 +65,7 @@ def emulated(given: dict[str, Any], seed: int = 0, backwards: bool = False) -> t
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_call(name: str, seed: int) -> None:
     given = call(FORMS[name], seed)
     assert_right(*emulated(given, seed), given)

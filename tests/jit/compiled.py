@@ -1,4 +1,4 @@
-"""Kernels that fit their chip: no local memory, and at least one CTA to an SM."""
+"""What the compiler makes of kernels, from its record, and whether they fit their chip."""
 
 from __future__ import annotations
 
