@@ -39,13 +39,19 @@ class Expected:
         return ""
 
 
-def expected(case: Case, masks: dict[str, Any] | None = None, through_lse: bool = False) -> Expected:
+def expected(
+    case: Case,
+    masks: dict[str, Any] | None = None,
+    through_lse: bool = False,
+    wanted: tuple[str, ...] = gradients.MASK_TENSORS,
+) -> Expected:
+    """A case; of its masks' numbers, gradients are asked for of those that are `wanted`."""
     tensors = make(case)
     masks = make_masks(case) if masks is None else masks
     generator = torch.Generator().manual_seed(5)
     grad_out = torch.randn(tensors[0].shape, generator=generator).to(tensors[0].dtype)
     grad_lse = torch.randn(tensors[0].shape[:3], generator=generator) if through_lse else None
-    names = [name for name in gradients.MASK_TENSORS if name in masks and masks[name].is_floating_point()]
+    names = [name for name in wanted if name in masks and masks[name].is_floating_point()]
 
     def made(function: Any, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], Grads]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in (*tensors, *(masks[name] for name in names))]
@@ -58,7 +64,8 @@ def expected(case: Case, masks: dict[str, Any] | None = None, through_lse: bool 
     (out, lse), exact = made(reference.oracle, torch.float64)
     _, plain = made(reference.eager, tensors[0].dtype)
     result = out.to(tensors[0].dtype), lse.float()
-    of = gradients.described((grad_out, grad_lse), tensors, result, case.causal, case.scale, Masks(**masks))
+    call = case.causal, case.scale, Masks(**masks), wanted
+    of = gradients.described((grad_out, grad_lse), tensors, result, *call)
     return Expected(of, exact, plain)
 
 

@@ -56,6 +56,75 @@ def test_gradients_are_right_in_two_orders(case: Case) -> None:
     assert all(report.bank_conflicts == 0 for report in reports)
 
 
+MASKED = [
+    Case(1, 2, 300, 280, 64, masks=("window",)),
+    Case(1, 2, 200, 300, 128, heads_kv=1, dtype="bfloat16", causal="lower_right", masks=("window",)),
+    Case(1, 1, 400, 150, 64, causal="upper_left", masks=("window",)),  # queries behind the window of all keys
+    Case(1, 1, 60, 600, 128, masks=("window",)),  # keys behind the window of all queries
+    Case(1, 2, 150, 200, 64, masks=("softcap",), causal="upper_left"),
+    Case(1, 2, 140, 130, 128, dtype="bfloat16", masks=("softcap",)),
+    Case(2, 2, 150, 200, 64, masks=("alibi",), causal="lower_right"),
+    Case(2, 2, 100, 140, 104, heads_kv=1, dtype="bfloat16", masks=("alibi",)),
+    Case(1, 2, 150, 130, 64, masks=("sinks",)),
+    Case(1, 4, 150, 200, 128, heads_kv=2, causal="upper_left", masks=("window", "softcap", "alibi", "sinks")),
+    Case(1, 2, 90, 160, 192, dtype="bfloat16", masks=("window", "softcap", "alibi", "sinks")),
+    Case(1, 1, 140, 100, 256, causal="lower_right", masks=("window",)),
+]
+
+
+def masked(case: Case) -> Expected:
+    """Gradients of slopes are not asked for: these kernels have none."""
+    return expected(case, through_lse=True, wanted=("sinks",))
+
+
+@pytest.mark.parametrize("case", MASKED, ids=str)
+def test_gradients_of_scores_that_are_hidden_or_bent(case: Case) -> None:
+    wanted = masked(case)
+    reports = check(wanted, tiling_of(wanted), TARGET, same_bits=False)
+    assert all(report.bank_conflicts == 0 for report in reports)
+
+
+@pytest.mark.parametrize("case", [*MASKED[:4], MASKED[10]], ids=str)
+def test_a_fixed_order_under_a_window(case: Case) -> None:
+    wanted = masked(case)
+    check(wanted, tiling_of(wanted, deterministic=True), TARGET)
+
+
+@pytest.mark.parametrize("left", [0, 70, 200], ids="{} keys before".format)
+def test_a_fixed_order_under_a_window_without_an_end(left: int) -> None:
+    wanted = expected(Case(1, 1, 300, 420, 64), {"window": (left, -1)})
+    check(wanted, tiling_of(wanted, deterministic=True), TARGET)
+
+
+@pytest.mark.parametrize("softcap", [2e-4, 0.3, 50.0, 4000.0])
+def test_soft_caps_of_every_size(softcap: float) -> None:
+    wanted = expected(Case(1, 1, 140, 150, 64, scale=0.5), {"softcap": softcap})
+    check(wanted, tiling_of(wanted), TARGET, same_bits=False)
+
+
+def test_many_queries_under_a_window() -> None:
+    wanted = masked(Case(1, 2, 250, 300, 128, causal="lower_right", masks=("window", "softcap")))
+    check(wanted, MANY_QUERIES, TARGET, same_bits=False)
+
+
+@pytest.mark.parametrize("masks", [("softcap",), ("alibi", "sinks")], ids=str)
+def test_one_tile_of_keys_with_scores_that_are_bent(masks: tuple[str, ...]) -> None:
+    wanted = masked(Case(1, 2, 150, 120, 64, causal="upper_left", masks=masks))
+    tiling = tiling_of(wanted)
+    assert tiling.whole
+    check(wanted, tiling, TARGET)
+
+
+def test_tiles_outside_a_window_are_not_multiplied() -> None:
+    products = []
+    for window in (None, (127, 0)):
+        wanted = expected(Case(1, 1, 1024, 1024, 64), {"window": window})
+        report = gradients.emulate(wanted.of, tiling_of(wanted), TARGET)[1]
+        products.append(report.counters["tensor_instructions"])
+    whole, near = products
+    assert near == whole * 15 / 64
+
+
 WHOLE = [
     Case(1, 4, 300, 128, 64, heads_kv=2, causal="upper_left"),
     Case(1, 2, 70, 50, 64, dtype="bfloat16", layout="bshd"),
@@ -167,7 +236,8 @@ def test_few_columns_are_multiplied_that_a_head_does_not_have(head_dim: int, fil
     [
         (Case(1, 1, 40, 40, 264), "head_dim 264"),
         (Case(1, 1, 40, 40, 36), "head_dim 36"),
-        (Case(1, 1, 40, 40, 64, masks=("softcap",)), "softcap"),
+        (Case(1, 1, 40, 40, 64, masks=("bool",)), "bool"),
+        (Case(1, 1, 300, 120, 64, masks=("float32",)), "float32"),
         (Case(1, 1, 40, 40, 64, layout="unaligned"), "tensor maps"),
     ],
     ids=str,
@@ -252,8 +322,8 @@ MUTANTS = [
     ),
     Mutant(
         *("the diagonal is one key further", FOLDER + "products.cuh"),
-        *("CAUSAL ? key - of.call.diagonal - first_query : 0;",),
-        "CAUSAL ? key - of.call.diagonal - first_query - 1 : 0;",
+        *("M::RIGHT ? key - of.call.diagonal - first_query : 0,",),
+        "M::RIGHT ? key - of.call.diagonal - first_query - 1 : 0,",
         *(Case(1, 1, 140, 140, 128, causal="upper_left"), "is off"),
     ),
     Mutant(

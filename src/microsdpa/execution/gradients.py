@@ -101,10 +101,10 @@ AnyTiling = Tiling | hopper_spec.Tiling
 """Of the kernels of backward/, or of those of hopper/backward/."""
 
 
-def choose(problem: Problem, deterministic: bool) -> AnyTiling:
-    """The kernels of a problem, by policy, and their tiling."""
+def choose(problem: Problem, deterministic: bool, slopes: bool = False) -> AnyTiling:
+    """The kernels of a problem, by policy, and their tiling. Only backward/ has gradients of `slopes`."""
     found = policy.five_products(problem, deterministic)
-    return backward_spec.choose(problem) if isinstance(found, Rejection) else found
+    return backward_spec.choose(problem) if slopes or isinstance(found, Rejection) else found
 
 
 def _parameters(of: Gradient, problem: Problem, tiling: AnyTiling) -> BackwardParams:
@@ -130,11 +130,12 @@ def _parameters(of: Gradient, problem: Problem, tiling: AnyTiling) -> BackwardPa
         whole = problem.batch, problem.heads, problem.seqlen_q, last
         *outer, params.forward.mask_column_stride = masks.attn_mask.expand(whole).stride()
         params.forward.mask_strides = type(forward.mask_strides)(*outer)
-    if masks.alibi_slopes is not None and isinstance(tiling, Tiling):
+    if masks.alibi_slopes is not None:
         strides = masks.alibi_slopes.expand(problem.batch, problem.heads).stride()
         params.forward.slope_batch_stride, params.forward.slope_head_stride = strides
-        params.parts_of_slope = backward_spec.parts_of_slope(problem, tiling)
-        params.slope_batch = problem.batch if masks.alibi_slopes.dim() == 2 else 1
+        if isinstance(tiling, Tiling):
+            params.parts_of_slope = backward_spec.parts_of_slope(problem, tiling)
+            params.slope_batch = problem.batch if masks.alibi_slopes.dim() == 2 else 1
     if masks.sinks is not None:
         (params.forward.sink_head_stride,) = masks.sinks.stride()
     if (grad_mask := of.made.get("grad_mask")) is not None:
@@ -155,6 +156,8 @@ def launches(of: Gradient, problem: Problem, tiling: AnyTiling) -> tuple[list[La
         kept, factor = kept_of(of.dropout_p)
         whole = DroppedBackwardParams(params, DropoutParams(kept=kept, scale=factor))
         numbers = (*numbers, (_KEPT, launcher.KEPT), (_KEPT_SCALE, launcher.KEPT_SCALE))
+    if of.masks.softcap is not None:
+        numbers = (*numbers, (_SOFTCAP_LOG2, launcher.SOFTCAP_LOG2))
     if not isinstance(tiling, Tiling):
         tiles = hopper_spec.tiles_grid(problem, tiling)
         stages = [
@@ -163,13 +166,13 @@ def launches(of: Gradient, problem: Problem, tiling: AnyTiling) -> tuple[list[La
         ]
         if not tiling.whole:
             stages.append((hopper_spec.finish(problem, tiling), tiles))
+        if "grad_sinks" in of.made:
+            stages.append((backward_spec.sink_gradients(problem, tiling.block_m), (problem.heads, 1, 1)))
         made = [Launch(spec, grid, whole, pointers, _mapped(of, spec), numbers) for spec, grid in stages]
         return made, tiling.workspace_bytes(problem)
     slopes = "grad_slopes" in of.made
     workspace_bytes, parts_at = backward_spec.workspace_bytes(problem, tiling, slopes)
     pointers = (*pointers, (BackwardParams.slope_parts.offset, "workspace", parts_at))
-    if of.masks.softcap is not None:
-        numbers = (*numbers, (_SOFTCAP_LOG2, launcher.SOFTCAP_LOG2))
     kernels = [
         (backward_spec.terms(problem), backward_spec.terms_grid(problem)),
         (backward_spec.gradients(problem, tiling, slopes), backward_spec.gradients_grid(problem, tiling)),
@@ -276,7 +279,7 @@ def _launch(of: Gradient) -> None:
     if launch(*call):
         return
     problem = of.problem(launcher.target_of_device(of.given["query"].device))
-    tiling = choose(problem, deterministic)
+    tiling = choose(problem, deterministic, "grad_slopes" in made)
     if isinstance(tiling, Tiling) and (refusal := backward_spec.refusal(problem, tiling)):
         raise UnsupportedProblem(refusal.reason, nearest=refusal.nearest)
     found, workspace_bytes = launches(of, problem, tiling)

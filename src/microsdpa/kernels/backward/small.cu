@@ -23,7 +23,31 @@ __device__ __forceinline__ float block_sum(float x) {
   return total;
 }
 
-template <typename SINK, bool WEIGHTED, int THREADS, bool PROGRAMMATIC>
+// The rows of a query head, `head` counting through the batch, as terms.cu leaves them.
+template <typename TERMS>
+struct RowsOf {
+  const TERMS* terms;
+  __device__ __forceinline__ RowsOf(const AttentionParams& call, int64 head)
+      : terms(static_cast<const TERMS*>(call.workspace) + head * call.seqlen_q) {}
+  __device__ __forceinline__ TERMS operator[](int row) const { return terms[row]; }
+};
+
+// The same as hopper/backward/prepare.cu leaves them: for each tile of TILE_ROWS the LSE and then delta.
+template <int TILE_ROWS>
+struct TiledTerms {};
+template <int TILE_ROWS>
+struct RowsOf<TiledTerms<TILE_ROWS>> {
+  const float* terms;
+  __device__ __forceinline__ RowsOf(const AttentionParams& call, int64 head)
+      : terms(static_cast<const float*>(call.workspace) +
+              head * ((call.seqlen_q + TILE_ROWS - 1) / TILE_ROWS) * 2 * TILE_ROWS) {}
+  __device__ __forceinline__ RowTerms<false> operator[](int row) const {
+    const float* lse = terms + static_cast<int64>(row / TILE_ROWS) * 2 * TILE_ROWS + row % TILE_ROWS;
+    return {lse[0], lse[TILE_ROWS]};
+  }
+};
+
+template <typename SINK, typename ROWS, int THREADS, bool PROGRAMMATIC>
 __global__ void __launch_bounds__(THREADS) sink_gradients(const __grid_constant__ BackwardParams params) {
   constexpr float LOG2_E = 1.44269504088896340736f;
   const AttentionParams& call = params.forward.call;
@@ -34,10 +58,10 @@ __global__ void __launch_bounds__(THREADS) sink_gradients(const __grid_constant_
   const float logit = LOG2_E * to_float(sinks[head * params.forward.masks.sink_head_stride]);
   float sum = 0.0f;
   for (int64 batch = 0; batch < call.batch; ++batch) {
-    const auto* terms =
-        static_cast<const RowTerms<WEIGHTED>*>(call.workspace) + (batch * call.heads + head) * call.seqlen_q;
+    const RowsOf<ROWS> rows(call, batch * call.heads + head);
     for (int row = threadIdx.x; row < call.seqlen_q; row += THREADS) {
-      sum -= ex2_approx(logit - terms[row].lse) * terms[row].weight() * terms[row].delta;
+      const auto terms = rows[row];
+      sum -= ex2_approx(logit - terms.lse) * terms.weight() * terms.delta;
     }
   }
   sum = block_sum<THREADS>(sum);

@@ -273,12 +273,16 @@ def workspace_bytes(problem: Problem, tiling: Tiling, slopes: bool) -> tuple[int
     return rows + 4 * problem.batch * problem.heads * parts_of_slope(problem, tiling) * slopes, rows
 
 
-def sink_gradients(problem: Problem) -> KernelSpec:
-    """The kernel that sums the sinks' gradients, a CTA for each head."""
+def sink_gradients(problem: Problem, tile_rows: int = 0) -> KernelSpec:
+    """The kernel that sums the sinks' gradients, a CTA for each head.
+
+    `tile_rows`: rows of a tile of queries where hopper/backward leaves what is known of them; 0 for backward/.
+    """
     assert problem.mask is not None
+    weighted = f"microsdpa::backward::RowTerms<{BOOLEAN[is_weighted(problem)]}>"
     arguments: dict[str, str | int] = {
         "SINK": CPP_TYPE[problem.mask.sinks],
-        "WEIGHTED": BOOLEAN[is_weighted(problem)],
+        "ROWS": f"microsdpa::backward::TiledTerms<{tile_rows}>" if tile_rows else weighted,
         "THREADS": SMALL_THREADS,
     }
     return _spec(problem, "small", "sink_gradients", arguments, SMALL_THREADS)

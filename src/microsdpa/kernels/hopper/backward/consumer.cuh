@@ -6,7 +6,7 @@
 namespace microsdpa::hopper::backward {
 
 // Accumulators of transposed products: a row of S^T is a key's, a column a query's. PART_COLUMNS: of its part of dQ.
-template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop, int PART_COLUMNS>
+template <typename C, typename M, bool IN_ORDER, typename Drop, int PART_COLUMNS>
 struct Consumer {
   using T = typename C::T;
   using Products = float[C::BLOCK_M / 2];
@@ -22,7 +22,8 @@ struct Consumer {
 
   SharedStorage<C>& shared;
   const AttentionParams& call;
-  const Walk<C, CAUSAL, IN_ORDER>& walk;
+  const MaskParams& masks;
+  const Walk<C, M, IN_ORDER>& walk;
   const int warpgroup;
   const int thread;     // of the warpgroup
   const int first_key;  // of the warpgroup
@@ -32,10 +33,11 @@ struct Consumer {
   Sums dk = {}, dv = {};
   Products s;
 
-  __device__ __forceinline__ Consumer(SharedStorage<C>& shared, const AttentionParams& call,
-                                      const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, const Drop& drop)
+  __device__ __forceinline__ Consumer(SharedStorage<C>& shared, const MaskedParams& params,
+                                      const Walk<C, M, IN_ORDER>& walk, int warpgroup, const Drop& drop)
       : shared(shared),
-        call(call),
+        call(params.call),
+        masks(params.masks),
         walk(walk),
         warpgroup(warpgroup),
         thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
@@ -89,6 +91,7 @@ struct Consumer {
   template <bool FIRST>
   __device__ __forceinline__ void step(int turn, const Turn& at) {
     const int query_stage = query_state.stage, grad_stage = grad_state.stage;
+    const float slope = slope_of<M>(masks, walk.batch, at.head);
     mbarrier_wait(shared.query_full[query_stage], query_state.phase);
     if (FIRST && warpgroup == 1) named_barrier_sync(FIRST_THERE, CONSUMERS * WARPGROUP_THREADS);
     multiply(s, shared.key, shared.query[query_stage]);
@@ -98,9 +101,13 @@ struct Consumer {
     wgmma_wait<DP_BESIDE_P ? 1 : 0>();
     wgmma_fence_registers(s);
     Products p;
-    weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
     Rounded rounded;
-    round_kept_to<T>(rounded, p, drop);
+    weigh<M>(*this, p, rounded, query_stage, at.tile * BLOCK_M, slope);
+    if constexpr (M::SOFTCAP) {
+      if constexpr (Drop::ANY) drop.next.drop(rounded);
+    } else {
+      round_kept_to<T>(rounded, p, drop);
+    }
     if constexpr (!DP_BESIDE_P) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     if (FIRST && warpgroup == 0) named_barrier_arrive(FIRST_THERE, CONSUMERS * WARPGROUP_THREADS);
     wgmma_wait<0>();

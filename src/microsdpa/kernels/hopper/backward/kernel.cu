@@ -18,20 +18,20 @@
 namespace microsdpa::hopper::backward {
 
 // What a consumer does, whose part of dQ has PART_COLUMNS.
-template <int PART_COLUMNS, typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
-__device__ __forceinline__ void consume(SharedStorage<C>& shared, const AttentionParams& call,
-                                        const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, const Drop& drop,
+template <int PART_COLUMNS, typename C, typename M, bool IN_ORDER, typename Drop>
+__device__ __forceinline__ void consume(SharedStorage<C>& shared, const MaskedParams& params,
+                                        const Walk<C, M, IN_ORDER>& walk, int warpgroup, const Drop& drop,
                                         const TensorMap& grad_key, const TensorMap& grad_value) {
-  Consumer<C, CAUSAL, IN_ORDER, Drop, PART_COLUMNS> consumer(shared, call, walk, warpgroup, drop);
+  Consumer<C, M, IN_ORDER, Drop, PART_COLUMNS> consumer(shared, params, walk, warpgroup, drop);
   consumer.run();
   grid_dependency_wait();
   consumer.finish(grad_key, grad_value);
 }
 
 // HEAD_DIM: that of the call, filled up with zeros to a width of wgmma. IN_ORDER: whether sums of dQ are added in an
-// order that is always the same. MAPS: that of dQ, where one CTA has all keys of a head, and dQ is no sum.
-template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool CAUSAL,
-          typename DROPOUT = NoDropout, typename... MAPS>
+// order that is always the same. LEFT to ALIBI: as of Scoring. MAPS: that of dQ, where one CTA has all keys of a head, and dQ is no sum.
+template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool LEFT, bool RIGHT,
+          bool SOFTCAP, bool ALIBI, typename DROPOUT = NoDropout, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     gradients(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given,
               const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
@@ -39,6 +39,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
               const __grid_constant__ TensorMap grad_key, const __grid_constant__ TensorMap grad_value,
               const __grid_constant__ MAPS... maps) {
   using C = Tiles<T, HEAD_DIM, BLOCK_M, QUERY_STAGES, GRAD_STAGES, (sizeof...(MAPS) > 0)>;
+  using M = Scoring<LEFT, RIGHT, SOFTCAP, ALIBI>;
   using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2>::Type;
   const BackwardParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.forward.call;
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   init_barriers<C>(shared);
   __syncthreads();
 
-  const Walk<C, CAUSAL, IN_ORDER> walk(params);
+  const Walk<C, M, IN_ORDER> walk(params);
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -65,19 +66,19 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       if constexpr (C::WHOLE) {
         store_queries(shared, walk, warp - 1, maps...);
       } else {
-        add_sums(shared, call, walk, warp - 1);
+        add_sums(shared, params.forward, walk, warp - 1);
       }
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if constexpr (Drop::ANY) grid_dependency_wait();  // the seed was drawn ahead
+    if constexpr (Drop::ANY || M::ALIBI) grid_dependency_wait();  // the seed was drawn ahead, slopes may have been
     constexpr int FIRST = C::part_columns(0), SECOND = C::part_columns(1);
     if constexpr (FIRST == SECOND) {
-      consume<FIRST>(shared, call, walk, warpgroup - 1, Drop(given), grad_key, grad_value);
+      consume<FIRST>(shared, params.forward, walk, warpgroup - 1, Drop(given), grad_key, grad_value);
     } else if (warpgroup == 1) {
-      consume<FIRST>(shared, call, walk, 0, Drop(given), grad_key, grad_value);
+      consume<FIRST>(shared, params.forward, walk, 0, Drop(given), grad_key, grad_value);
     } else {
-      consume<SECOND>(shared, call, walk, 1, Drop(given), grad_key, grad_value);
+      consume<SECOND>(shared, params.forward, walk, 1, Drop(given), grad_key, grad_value);
     }
   }
 }

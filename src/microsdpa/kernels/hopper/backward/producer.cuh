@@ -23,10 +23,10 @@ __device__ __forceinline__ void load_tile(typename C::T* shared, const TensorMap
 }
 
 // Issues every load of the CTA. One thread.
-template <typename C, bool CAUSAL, bool IN_ORDER, typename Storage>
-__device__ __forceinline__ void produce(Storage& shared, const AttentionParams& call,
-                                        const Walk<C, CAUSAL, IN_ORDER>& walk, const TensorMap& query,
-                                        const TensorMap& key, const TensorMap& value, const TensorMap& grad_out) {
+template <typename C, typename M, bool IN_ORDER, typename Storage>
+__device__ __forceinline__ void produce(Storage& shared, const AttentionParams& call, const Walk<C, M, IN_ORDER>& walk,
+                                        const TensorMap& query, const TensorMap& key, const TensorMap& value,
+                                        const TensorMap& grad_out) {
   constexpr int OWNED_BYTES = C::BLOCK_N * C::COLUMNS * sizeof(typename C::T);
   constexpr int WALKED_BYTES = C::BLOCK_M * C::COLUMNS * sizeof(typename C::T);
   constexpr int ROW_BYTES = C::BLOCK_M * sizeof(float);
@@ -60,9 +60,10 @@ __device__ __forceinline__ void produce(Storage& shared, const AttentionParams& 
 
 // Adds what a consumer leaves in shared memory to the sums of dQ: with IN_ORDER, after the tiles of keys ahead. These
 // have CTAs of lower numbers, which begin earlier. One warp.
-template <typename C, bool CAUSAL, bool IN_ORDER, typename Storage>
-__device__ __forceinline__ void add_sums(Storage& shared, const AttentionParams& call,
-                                         const Walk<C, CAUSAL, IN_ORDER>& walk, int consumer) {
+template <typename C, typename M, bool IN_ORDER, typename Storage>
+__device__ __forceinline__ void add_sums(Storage& shared, const MaskedParams& params, const Walk<C, M, IN_ORDER>& walk,
+                                         int consumer) {
+  const AttentionParams& call = params.call;
   const Workspace<C::BLOCK_M, C::PARTS, C::PART> workspace(call);
   const bool elected = elect_one();
   Turn at(walk);
@@ -77,7 +78,7 @@ __device__ __forceinline__ void add_sums(Storage& shared, const AttentionParams&
         float* const sum = workspace.sum(head, at.tile) + part * C::PART;
         const int bytes = C::part_bytes(part);
         if constexpr (IN_ORDER) {
-          const int before = walk.keys_before(call, at.tile);
+          const int before = walk.keys_before(params, at.tile);
           int32* const turn_of = workspace.turn(head, at.tile) + part;
           wait_for_turn(turn_of, before);
           bulk_reduce_add(sum, shared.sums[consumer], bytes);

@@ -9,6 +9,7 @@
 #include "../../ptx/bulk.cuh"
 #include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
+#include "../common/masked_scores.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::backward {
@@ -61,30 +62,129 @@ __device__ __forceinline__ void release(Mbarrier& done) {
   if (elect_one()) mbarrier_arrive(done);
 }
 
-// Makes P of a consumer's S. Accumulators keep what wgmma left in them: ptxas takes one that others write to for in
-// use.
-template <bool CAUSAL, typename Consumer>
-__device__ __forceinline__ void weigh(const Consumer& of, typename Consumer::Products& p, int stage, int first_query) {
+// ALiBi's slope of a query head, base 2.
+template <typename M>
+__device__ __forceinline__ float slope_of(const MaskParams& masks, int64 batch, int64 head) {
+  constexpr float LOG2_E = 1.44269504088896340736f;
+  if constexpr (!M::ALIBI) return 0.0f;
+  return LOG2_E * masks.slopes[batch * masks.slope_batch_stride + head * masks.slope_head_stride];
+}
+
+// Of a tile of queries, those that may see one of the keys of a lane, in columns of eight that begin with the lane's.
+struct SeenColumns {
+  int first, last;
+  __device__ __forceinline__ bool hides(int column) const { return column < first || column > last; }
+};
+
+// Whether a consumer's keys and a tile of queries, all of them, see one another.
+template <typename M, typename Consumer>
+__device__ __forceinline__ bool sees_all(const Consumer& of, int first_query) {
+  const int last_key = of.first_key + ROWS - 1, last_query = first_query + Consumer::BLOCK_M - 1;
+  bool all = last_key < of.call.seqlen_k && !(M::RIGHT && last_key > first_query + of.call.diagonal);
+  if constexpr (M::LEFT) all = all && of.first_key >= last_query + of.masks.lowest;
+  return all;
+}
+
+template <typename M, typename Consumer>
+__device__ __forceinline__ SeenColumns seen_columns(const Consumer& of, int half, int first_query) {
+  const int key = of.first_key + key_row(of.thread, half);
+  int first = M::RIGHT ? key - of.call.diagonal - first_query : 0, last = Consumer::BLOCK_M;
+  if constexpr (M::LEFT) last = key - of.masks.lowest - first_query;
+  if (key >= of.call.seqlen_k) first = Consumer::BLOCK_M;
+  return {first - first_column(of.thread), last - first_column(of.thread)};
+}
+
+// Scores of a lane, base 2, less the LSE of their queries.
+template <typename M>
+struct Exponents {
+  float slope;
+  float before[2];  // positions by which the lane's first query is before each of its keys
+
+  template <typename Consumer>
+  __device__ __forceinline__ Exponents(const Consumer& of, int first_query, float slope) : slope(slope) {
+    if constexpr (M::ALIBI) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = of.first_key + key_row(of.thread, half);
+        before[half] = static_cast<float>(key - of.masks.position - first_query - first_column(of.thread));
+      }
+    }
+  }
+
+  // Of the score of a column and of one of the two keys, which `factor` is still to multiply.
+  __device__ __forceinline__ float operator()(float score, float factor, float lse, int column, int half) const {
+    const float x = fmaf(score, factor, -lse);
+    if constexpr (!M::ALIBI) return x;
+    return fmaf(-slope, fabsf(before[half] - static_cast<float>(column)), x);
+  }
+};
+
+// Makes P of a consumer's S under a soft cap, rounds it, and multiplies it by the derivative of the cap: dS is made of
+// that. The derivative of cap tanh(x / cap) is 1 - tanh(x / cap)^2.
+template <typename M, bool PARTIAL, bool EXACT, typename Consumer>
+__device__ __forceinline__ void weigh_capped(const Consumer& of, typename Consumer::Products& p,
+                                             typename Consumer::Rounded& rounded, int stage, int first_query,
+                                             float slope) {
+  using T = typename Consumer::T;
+  const SoftCap<EXACT> cap(of.masks.softcap_log2);
+  const Exponents<M> exponents(of, first_query, slope);
+  const SeenColumns seen[2] = {seen_columns<M>(of, 0, first_query), seen_columns<M>(of, 1, first_query)};
+#pragma unroll
+  for (int n = 0; n < Consumer::BLOCK_M / 8; ++n) {
+    const float2 lse = *reinterpret_cast<const float2*>(&of.shared.lse[stage][8 * n + first_column(of.thread)]);
+    float slant[4];  // the derivative
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int column = 8 * n + e % 2;
+      const float capped = cap(of.s[4 * n + e] * of.call.scale_log2), tanh = capped * cap.inverse;
+      slant[e] = fmaf(-tanh, tanh, 1.0f);
+      float weight = ex2_approx(exponents(capped, 1.0f, e % 2 ? lse.y : lse.x, column, e / 2));
+      if (PARTIAL && seen[e / 2].hides(column)) weight = 0.0f;
+      p[4 * n + e] = weight;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rounded[n / 2][n % 2 * 2 + half] = pack<T>(p[4 * n + 2 * half], p[4 * n + 2 * half + 1]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) p[4 * n + e] *= slant[e];
+  }
+}
+
+// Makes P of a consumer's S; under a soft cap also rounds it, and leaves what dS is made of in `p`. Accumulators keep
+// what wgmma left in them: ptxas takes one that others write to for in use.
+template <typename M, typename Consumer>
+__device__ __forceinline__ void weigh(const Consumer& of, typename Consumer::Products& p,
+                                      typename Consumer::Rounded& rounded, int stage, int first_query, float slope) {
   constexpr int BLOCK_M = Consumer::BLOCK_M;
-  const float scale = of.call.scale_log2;
+  const bool all = sees_all<M>(of, first_query);
+  if constexpr (M::SOFTCAP) {
+    if (of.masks.softcap_log2 > SoftCap<true>::LARGE) {
+      weigh_capped<M, true, true>(of, p, rounded, stage, first_query, slope);
+    } else if (all) {
+      weigh_capped<M, false, false>(of, p, rounded, stage, first_query, slope);
+    } else {
+      weigh_capped<M, true, false>(of, p, rounded, stage, first_query, slope);
+    }
+    return;
+  }
+  const Exponents<M> exponents(of, first_query, slope);
 #pragma unroll
   for (int n = 0; n < BLOCK_M / 8; ++n) {
     const float2 lse = *reinterpret_cast<const float2*>(&of.shared.lse[stage][8 * n + first_column(of.thread)]);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) p[4 * n + e] = ex2_approx(fmaf(of.s[4 * n + e], scale, e % 2 ? -lse.y : -lse.x));
+    for (int e = 0; e < 4; ++e) {
+      const float own = e % 2 ? lse.y : lse.x;
+      p[4 * n + e] = ex2_approx(exponents(of.s[4 * n + e], of.call.scale_log2, own, 8 * n + e % 2, e / 2));
+    }
   }
-  const int last_key = of.first_key + ROWS - 1;
-  if (last_key < of.call.seqlen_k && !(CAUSAL && last_key > first_query + of.call.diagonal)) return;
+  if (all) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int key = of.first_key + key_row(of.thread, half);
-    // The first column that sees the key.
-    int first = CAUSAL ? key - of.call.diagonal - first_query : 0;
-    if (key >= of.call.seqlen_k) first = BLOCK_M;
-    first -= first_column(of.thread);
+    const SeenColumns seen = seen_columns<M>(of, half, first_query);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 4; ++i) {
-      if (i / 2 * 8 + i % 2 < first) p[i / 2 * 4 + 2 * half + i % 2] = 0.0f;
+      if (seen.hides(i / 2 * 8 + i % 2)) p[i / 2 * 4 + 2 * half + i % 2] = 0.0f;
     }
   }
 }

@@ -123,10 +123,16 @@ struct Workspace {
   }
 };
 
+// What decides about scores, as in MaskParams. RIGHT: a causal mask, or a window's right end.
+template <bool LEFT_, bool RIGHT_, bool SOFTCAP_, bool ALIBI_>
+struct Scoring {
+  static constexpr bool LEFT = LEFT_, RIGHT = RIGHT_, SOFTCAP = SOFTCAP_, ALIBI = ALIBI_;
+};
+
 // What a CTA walks over: of each query head of a key head the tiles of queries that see one of its keys.
-// Under a causal mask a fixed order begins with the last keys: they have the fewest tiles of queries, and the first of
-// these waits for no other keys.
-template <typename C, bool CAUSAL, bool IN_ORDER>
+// Where queries see no keys far behind them, a fixed order begins with the last keys: the first tile of queries that
+// any CTA has then waits for no other keys. Under a causal mask these CTAs also have the fewest tiles.
+template <typename C, typename M, bool IN_ORDER>
 struct Walk {
   int batch, head_kv, first_key;
   int first_head, first_tile, tiles, turns;
@@ -138,18 +144,28 @@ struct Walk {
     const int group = call.heads / call.heads_kv;
     batch = work.head / call.heads_kv, head_kv = work.head % call.heads_kv;
     first_head = head_kv * group;
-    first_key = (CAUSAL && IN_ORDER ? tiles_of_head - 1 - work.tile : work.tile) * C::BLOCK_N;
-    const int begin = CAUSAL ? max(0, first_key - call.diagonal) : 0;
+    first_key = (M::RIGHT && IN_ORDER ? tiles_of_head - 1 - work.tile : work.tile) * C::BLOCK_N;
+    // The queries that see one of the keys.
+    const int begin = M::RIGHT ? max(0, first_key - call.diagonal) : 0;
+    int end = call.seqlen_q;
+    if constexpr (M::LEFT) {
+      end = min(end, min(first_key + C::BLOCK_N, call.seqlen_k) - params.forward.masks.lowest);
+    }
     first_tile = begin / C::BLOCK_M;
-    tiles = begin < call.seqlen_q ? (call.seqlen_q + C::BLOCK_M - 1) / C::BLOCK_M - first_tile : 0;
+    tiles = begin < end ? (end + C::BLOCK_M - 1) / C::BLOCK_M - first_tile : 0;
     turns = tiles * group;
   }
 
   // How many tiles of keys have added to a tile of queries before this one.
-  __device__ __forceinline__ int keys_before(const AttentionParams& call, int tile) const {
-    if constexpr (!CAUSAL) return first_key / C::BLOCK_N;
-    const int last_query = min((tile + 1) * C::BLOCK_M, call.seqlen_q) - 1;
-    return (min(last_query + call.diagonal, call.seqlen_k - 1) - first_key) / C::BLOCK_N;
+  __device__ __forceinline__ int keys_before(const MaskedParams& params, int tile) const {
+    const AttentionParams& call = params.call;
+    if constexpr (M::RIGHT) {
+      const int last_query = min((tile + 1) * C::BLOCK_M, call.seqlen_q) - 1;
+      return (min(last_query + call.diagonal, call.seqlen_k - 1) - first_key) / C::BLOCK_N;
+    }
+    int tiles_before = first_key / C::BLOCK_N;
+    if constexpr (M::LEFT) tiles_before -= max(0, tile * C::BLOCK_M + params.masks.lowest) / C::BLOCK_N;
+    return tiles_before;
   }
 };
 

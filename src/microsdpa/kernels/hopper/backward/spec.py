@@ -9,7 +9,7 @@ from typing import Literal
 
 from microsdpa.kernels.chip import L2_PART, chip_of
 from microsdpa.kernels.hopper.common import ROWS, WIDTHS
-from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of
+from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
 from microsdpa.kernels.spec import (
     BOOLEAN,
     CPP_TYPE,
@@ -123,8 +123,8 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
             f"head_dim {LARGEST_HEAD_DIM}",
             LARGEST_HEAD_DIM,
         )
-    if problem.mask is not None:
-        return Rejection(f"there is {problem.mask}", "no mask but a causal one")
+    if problem.mask is not None and problem.mask.tensor is not None:
+        return Rejection(f"there is {problem.mask}", "no mask tensor")
     if not problem.bulk or problem.alignment < VECTOR_BYTES:
         return Rejection("tensor maps cannot describe the tensors", "rows that start on 16 bytes")
     tiling = next(tiling for tiling in TILINGS if problem.head_dim <= tiling.columns)
@@ -151,6 +151,7 @@ def _has_many_queries(problem: Problem) -> bool:
 def _is_whole(problem: Problem, tiling: Tiling) -> bool:
     """Whether a CTA has all keys of a head, and comes to every query."""
     every = problem.causal != "lower_right" or problem.seqlen_q <= problem.seqlen_k
+    every = every and not (problem.mask is not None and (problem.mask.left or problem.mask.right))
     return not tiling.wide and problem.seqlen_k <= tiling.block_n and every
 
 
@@ -200,6 +201,7 @@ def prepare(problem: Problem, tiling: Tiling) -> KernelSpec:
 
 def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
     """The kernel that sums dK and dV, and adds to dQ."""
+    mask = problem.mask or MaskKind()
     arguments: dict[str, str | int] = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": WIDTHS[bisect_left(WIDTHS, problem.head_dim)],
@@ -207,7 +209,10 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
         "QUERY_STAGES": tiling.query_stages,
         "GRAD_STAGES": tiling.grad_stages,
         "IN_ORDER": BOOLEAN[tiling.in_order],
-        "CAUSAL": BOOLEAN[problem.causal is not None],
+        "LEFT": BOOLEAN[mask.left],
+        "RIGHT": BOOLEAN[mask.right or problem.causal is not None],
+        "SOFTCAP": BOOLEAN[mask.softcap],
+        "ALIBI": BOOLEAN[mask.alibi],
         **({"DROPOUT": DROPOUT_TYPE[problem.dropout]} if problem.dropout or tiling.whole else {}),
         **({"MAPS": "microsdpa::TensorMap"} if tiling.whole else {}),
     }

@@ -15,15 +15,16 @@
 
 namespace microsdpa::hopper::backward {
 
-// HEAD_DIM and IN_ORDER: as in kernel.cu.
-template <typename T, int HEAD_DIM, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool CAUSAL,
-          typename DROPOUT = NoDropout>
+// HEAD_DIM, IN_ORDER and LEFT to ALIBI: as in kernel.cu.
+template <typename T, int HEAD_DIM, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool LEFT, bool RIGHT, bool SOFTCAP,
+          bool ALIBI, typename DROPOUT = NoDropout>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     gradients_wide(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given,
                    const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
                    const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap grad_out,
                    const __grid_constant__ TensorMap grad_key, const __grid_constant__ TensorMap grad_value) {
   using C = WideTiles<T, HEAD_DIM, QUERY_STAGES, GRAD_STAGES>;
+  using M = Scoring<LEFT, RIGHT, SOFTCAP, ALIBI>;
   using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2, true>::Type;
   const BackwardParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.forward.call;
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   init_barriers<C>(shared);
   __syncthreads();
 
-  const Walk<C, CAUSAL, IN_ORDER> walk(params);
+  const Walk<C, M, IN_ORDER> walk(params);
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -47,19 +48,19 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       produce(shared, call, walk, query, key, value, grad_out);
     } else if (warp == 1 || warp == 2) {
       grid_dependency_wait();
-      add_sums(shared, call, walk, warp - 1);
+      add_sums(shared, params.forward, walk, warp - 1);
     }
   } else if (warpgroup == 1) {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if constexpr (Drop::ANY) grid_dependency_wait();  // the seed was drawn ahead
-    ValueConsumer<C, CAUSAL, IN_ORDER, Drop> consumer(shared, call, walk, 0, Drop(given));
+    if constexpr (Drop::ANY || M::ALIBI) grid_dependency_wait();  // the seed was drawn ahead, slopes may have been
+    ValueConsumer<C, M, IN_ORDER, Drop> consumer(shared, params.forward, walk, 0, Drop(given));
     consumer.run();
     grid_dependency_wait();
     consumer.finish(grad_value);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if constexpr (Drop::ANY) grid_dependency_wait();  // the seed was drawn ahead
-    KeyConsumer<C, CAUSAL, IN_ORDER, Drop> consumer(shared, call, walk, 1, Drop(given));
+    if constexpr (Drop::ANY || M::ALIBI) grid_dependency_wait();  // the seed was drawn ahead, slopes may have been
+    KeyConsumer<C, M, IN_ORDER, Drop> consumer(shared, params.forward, walk, 1, Drop(given));
     consumer.run();
     grid_dependency_wait();
     consumer.finish(grad_key);

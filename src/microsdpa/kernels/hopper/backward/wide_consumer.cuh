@@ -6,7 +6,7 @@
 namespace microsdpa::hopper::backward {
 
 // What both have.
-template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
+template <typename C, typename M, bool IN_ORDER, typename Drop>
 struct WideConsumer {
   using T = typename C::T;
   using Products = float[C::BLOCK_M / 2];
@@ -19,7 +19,8 @@ struct WideConsumer {
 
   WideStorage<C>& shared;
   const AttentionParams& call;
-  const Walk<C, CAUSAL, IN_ORDER>& walk;
+  const MaskParams& masks;
+  const Walk<C, M, IN_ORDER>& walk;
   const int warpgroup;
   const int thread;     // of the warpgroup
   const int first_key;  // of the CTA
@@ -28,10 +29,11 @@ struct WideConsumer {
   PipelineState<C::GRAD_STAGES> grad_state;
   Sums sums = {};
 
-  __device__ __forceinline__ WideConsumer(WideStorage<C>& shared, const AttentionParams& call,
-                                          const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, const Drop& drop)
+  __device__ __forceinline__ WideConsumer(WideStorage<C>& shared, const MaskedParams& params,
+                                          const Walk<C, M, IN_ORDER>& walk, int warpgroup, const Drop& drop)
       : shared(shared),
-        call(call),
+        call(params.call),
+        masks(params.masks),
         walk(walk),
         warpgroup(warpgroup),
         thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
@@ -73,11 +75,11 @@ struct WideConsumer {
 };
 
 // The first consumer: S, P, dV, and the even parts of dQ.
-template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
-struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
-  using Base = WideConsumer<C, CAUSAL, IN_ORDER, Drop>;
+template <typename C, typename M, bool IN_ORDER, typename Drop>
+struct ValueConsumer : WideConsumer<C, M, IN_ORDER, Drop> {
+  using Base = WideConsumer<C, M, IN_ORDER, Drop>;
   using Base::Base, Base::call, Base::drop, Base::grad_state, Base::query_state, Base::shared, Base::sums, Base::thread;
-  using Base::walk;
+  using Base::masks, Base::walk;
   using typename Base::Part, typename Base::Products, typename Base::Rounded;
   static constexpr int BLOCK_M = C::BLOCK_M;
   Products s;
@@ -91,8 +93,10 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
   template <bool LAST>
   __device__ __forceinline__ void step(int turn, const Turn& at) {
     const int query_stage = query_state.stage, grad_stage = grad_state.stage;
+    const float slope = slope_of<M>(masks, walk.batch, at.head);
     Products p;
-    weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
+    Rounded rounded;
+    weigh<M>(*this, p, rounded, query_stage, at.tile * BLOCK_M, slope);
     if constexpr (Drop::ANY) drop.next.mark(p);
     release(shared.query_empty[query_stage]);
     auto* to = reinterpret_cast<float4*>(shared.p) + thread;
@@ -101,8 +105,11 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
       to[i * WARPGROUP_THREADS] = make_float4(p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
     }
     named_barrier_arrive(P_THERE, Base::BOTH);
-    Rounded rounded;
-    round_kept_to<typename C::T>(rounded, p, drop);
+    if constexpr (M::SOFTCAP) {
+      if constexpr (Drop::ANY) drop.next.drop(rounded);
+    } else {
+      round_kept_to<typename C::T>(rounded, p, drop);
+    }
     mbarrier_wait(shared.grad_full[grad_stage], grad_state.phase);
     this->accumulate(rounded, shared.grad_out[grad_stage]);
     query_state.advance();
@@ -165,9 +172,9 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
 };
 
 // The second consumer: dP, dS, dK, and the odd parts of dQ.
-template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
-struct KeyConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
-  using Base = WideConsumer<C, CAUSAL, IN_ORDER, Drop>;
+template <typename C, typename M, bool IN_ORDER, typename Drop>
+struct KeyConsumer : WideConsumer<C, M, IN_ORDER, Drop> {
+  using Base = WideConsumer<C, M, IN_ORDER, Drop>;
   using Base::Base, Base::call, Base::drop, Base::grad_state, Base::query_state, Base::shared, Base::sums, Base::thread;
   using Base::walk;
   using typename Base::Part, typename Base::Products, typename Base::Rounded;
