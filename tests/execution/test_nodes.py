@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import microsdpa
 from microsdpa.call.call import NO_TENSORS, MaskTensors, mask_tensors
 from microsdpa.call.masks import NONE, Masks
 from microsdpa.call.options import PLAIN, Options
 from microsdpa.evidence.inputs import Case, make, make_masks
-from microsdpa.execution import autograd, backward, forward, nodes
+from microsdpa.execution import autograd, backward, forward, gradients, nodes
 
 
 @pytest.fixture
@@ -119,6 +120,92 @@ def test_the_node_is_torchs_and_the_gradient_that_of_plain_arithmetic(
         kind = type(out.grad_fn).__name__
         assert kind.startswith("ScaledDotProduct" if attend is nodes.attend else "_Attention")
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.fixture
+def _own_gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[gradients.Gradient]]:
+    """This library's gradients behind cuDNN's node, by plain arithmetic, for CPU tensors: those that were asked for."""
+    asked: list[gradients.Gradient] = []
+    told: list[int] = []
+
+    def attend(
+        q: Any, k: Any, v: Any, bias: Any, lse: bool, p: float = 0.0, causal: bool = False, scale: Any = None
+    ) -> Any:
+        code = told.pop() if told else Options(causal).code
+        options = Options(causal=nodes._CAUSAL[code], scale=scale, enable_gqa=True)
+        out, sums = forward.attend((q, k, v), NO_TENSORS, options, True)
+        rest = nodes.sparse(q.device), *nodes.nothing(q.device)[1:]
+        return out, sums.unsqueeze(3), None, None, code, k.shape[2], *rest
+
+    def compute(of: gradients.Gradient) -> list[torch.Tensor]:
+        asked.append(of)
+        given = of.given
+        inputs, result = (given["query"], given["key"], given["value"]), (given["out"], given["lse"])
+        return backward._through_math((given["grad_out"], None), inputs, of.causal, of.scale, of.masks)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(nodes.CUDNN, attend, nodes.BACKEND)
+    own = nodes.register_backward("SparseCPU")
+    monkeypatch.setattr(nodes.kernels, "compute", compute)
+    monkeypatch.setattr(nodes, "operator_for", lambda _, __, options: (nodes.OWN, options.causal is not None))
+    monkeypatch.setattr(nodes.launcher, "expect_node", lambda code, _: told.append(code))
+    yield asked
+    own._destroy()
+    nodes.register_backward.cache_clear()
+    library._destroy()
+
+
+OWN_CASES = {
+    "no mask": (Case(2, 4, 20, 20, 16, heads_kv=2), Options(enable_gqa=True)),
+    "causal": (Case(2, 4, 20, 33, 16, dtype="bfloat16"), Options(is_causal=True, scale=0.3)),
+    "lower right": (Case(2, 4, 20, 33, 16, layout="bshd"), Options(causal="lower_right")),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CASES)
+def test_gradients_of_this_library_are_behind_a_node_of_torchs(
+    name: str, _own_gradients_on_cpu: list[gradients.Gradient]
+) -> None:
+    case, options = OWN_CASES[name]
+    tensors = make(case)
+    weight = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(3)).to(tensors[0])
+    found = []
+    for attend in (nodes.attend, lambda *call: autograd.record(*call, True)[0]):
+        leaves = tuple(t.detach().clone().requires_grad_() for t in tensors)
+        out = attend(leaves, NO_TENSORS, options)
+        assert out is not None
+        found.append((out.detach(), *torch.autograd.grad(out, leaves, weight)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    (of,) = _own_gradients_on_cpu
+    assert of.causal == ("upper_left" if options.is_causal else options.causal)
+    assert of.given["lse"].shape == tensors[0].shape[:3]
+
+
+def test_whoever_sees_what_such_a_node_saves_sees_tensors(_own_gradients_on_cpu: list[gradients.Gradient]) -> None:
+    """Memory of the CPU for what is saved, a checkpoint, and gradients of gradients, which there are none of."""
+    leaves = tuple(t.requires_grad_() for t in make(Case(1, 2, 20, 20, 16)))
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        out = nodes.attend(inputs, NO_TENSORS, PLAIN)  # type: ignore[arg-type]
+        assert out is not None
+        return out
+
+    plain = torch.autograd.grad(attend(*leaves).sum(), leaves)
+    with torch.autograd.graph.save_on_cpu():
+        out = attend(*leaves)
+    moved = torch.autograd.grad(out.sum(), leaves)
+    again = torch.utils.checkpoint.checkpoint(attend, *leaves, use_reentrant=False)
+    recomputed = torch.autograd.grad(again.sum(), leaves)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, moved, recomputed, strict=True))
+    (first, *_) = torch.autograd.grad(attend(*leaves).sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        first.sum().backward()
+    assert len(_own_gradients_on_cpu) == 4
+
+
+def test_a_backward_operator_of_another_form_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "BACKWARD_SCHEMA", "(Tensor query) -> Tensor")
+    assert nodes.OWN not in nodes.calls.__wrapped__()
 
 
 NOTHING = (None,) * 4 + (0, 0) + (None,) * 3
@@ -282,4 +369,4 @@ def test_torch_without_cuda_has_no_kernels() -> None:
 
 def test_an_operator_of_another_form_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "SCHEMAS", {**nodes.SCHEMAS, nodes.CUDNN: "(Tensor query) -> Tensor"})
-    assert list(nodes.calls.__wrapped__()) == [nodes.FLASH]
+    assert list(nodes.calls.__wrapped__()) == [nodes.FLASH]  # neither cuDNN's nor what is behind its node

@@ -1,12 +1,17 @@
-"""Attention whose gradient is a node of torch's own: its forward pass is microsdpa's, its backward pass torch's.
+"""Attention whose gradient is a node of torch's own: its forward pass is microsdpa's.
 
 torch's operators for its cuDNN and flash attention record such nodes. Each of the two has a kernel in the launcher
 (runtime/torch_nodes.h), for a backend that no tensor is on. A call names this backend, below the one of autograd that
-records the node: torch's own calls, whose tensors are on a GPU, never reach the kernel. So neither pass runs Python.
+records the node: torch's own calls, whose tensors are on a GPU, never reach the kernel. So the forward pass runs no Python.
+
+The backward pass is torch's, or this library's where that is the faster one. Then the node is cuDNN's too, and has a
+sparse tensor where torch has a random state. torch has no kernel of the backward operator for sparse tensors; the one
+that is registered here gets such calls alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
@@ -18,10 +23,11 @@ from torch._C import (
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
-from microsdpa.call.masks import UNBOUNDED
+from microsdpa.call.masks import NONE, UNBOUNDED
 from microsdpa.call.options import PLAIN_CODE, Options
 from microsdpa.call.tensors import is_aligned
 from microsdpa.execution import forward
+from microsdpa.execution import gradients as kernels
 from microsdpa.execution.gradients import problem_of
 from microsdpa.kernels import policy
 from microsdpa.kernels.problem import VECTOR_BYTES, Causal
@@ -30,9 +36,13 @@ from microsdpa.runtime import launcher
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 FLASH = "_scaled_dot_product_flash_attention"
-_NUMBERS = {CUDNN: 1, FLASH: 2}
-"""Node of runtime/torch_nodes.h."""
+OWN = "gradients of this library, behind cuDNN's node"
+"""In the place of an operator: it is cuDNN's, and its backward pass this library's."""
+_NUMBERS = {CUDNN: 1, FLASH: 2, OWN: 3}
+"""Node of runtime/launch.h."""
 BACKEND = "PrivateUse3"
+SPARSE = "SparseCUDA"
+"""The dispatch key of calls that have a sparse tensor on a GPU."""
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that nothing but this library looks at."""
 _OUTPUTS = (
@@ -47,6 +57,12 @@ SCHEMAS = {
     "return_debug_mask=False, *, float? scale=None) -> " + _OUTPUTS.format("rng_state", "unused"),
 }
 """The operators as they were when this was written: another torch may have others, whose nodes want other outputs."""
+BACKWARD = f"{CUDNN}_backward"
+BACKWARD_SCHEMA = (
+    f"aten::{BACKWARD}(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor "
+    "philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt "
+    "max_k, float dropout_p, bool is_causal, *, float? scale=None) -> (Tensor, Tensor, Tensor)"
+)
 
 DATA_CENTER = ((8, 0), (9, 0), (10, 0), (10, 3))
 LARGEST_SMALL_HEAD = 192
@@ -222,8 +238,12 @@ def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
     if torch.are_deterministic_algorithms_enabled():
         return ""  # this library's own kernels give the same bits each time
     causal: Causal | None = "upper_left" if options.is_causal else options.causal
-    if masks.attn_mask is None and policy.is_worth_a_node(problem_of(inputs, causal, None)):
-        return ""
+    if masks.attn_mask is None:
+        problem = problem_of(inputs, causal, None)
+        if OWN in calls() and policy.beats_torch_backward(problem):
+            return OWN
+        if policy.is_worth_a_node(problem):
+            return ""
     cudnn, flash = (name in calls() for name in (CUDNN, FLASH))
     cudnn &= _cudnn_computes(inputs, masks.attn_mask, causal)
     flash &= _flash_computes(inputs, masks.attn_mask, causal)
@@ -297,13 +317,65 @@ def _set_up(device: torch.device) -> bool:
         return False
     state, scalar, _ = nothing(device)  # kept for ever
     with torch.inference_mode(False):
-        launcher.set_node_constants(device.index, state.data_ptr(), scalar.data_ptr())
+        own = _handle(sparse(device)) if OWN in calls() and register_backward() else 0
+        launcher.set_node_constants(device.index, state.data_ptr(), scalar.data_ptr(), own)
     return True
+
+
+def sparse(device: torch.device) -> torch.Tensor:
+    """A sparse tensor without elements: it stands for a random state where the gradient is this library's."""
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64, device=device), torch.empty(0, device=device), (1,), check_invariants=True
+    )
+
+
+def _handle(tensor: torch.Tensor) -> int:
+    """A handle of torch's C interface, which whoever gets it owns."""
+    (capsule,) = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([tensor])  # type: ignore[attr-defined]
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return int(pointer(capsule, None))
+
+
+@functools.cache
+def register_backward(key: str = SPARSE) -> torch.library.Library:
+    """Register own_gradients() for calls with a sparse tensor; it is registered as long as the library is kept."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(BACKWARD, own_gradients, key)
+    return library
+
+
+_CAUSAL: dict[int, Causal | None] = {
+    Options(is_causal, causal, enable_gqa=shared).code: "upper_left" if is_causal else causal
+    for is_causal, causal in ((False, None), (True, None), (False, "upper_left"), (False, "lower_right"))
+    for shared in (False, True)
+}
+"""The causal mask of a call without other options, by the code of these."""
+
+
+def own_gradients(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *rest: Any,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """BACKWARD of a call whose gradient is this library's: `rest` has the code of its options for a number of queries.
+
+    Raises:
+        UnsupportedProblem: there are too many rows or heads for a launch.
+    """
+    result, code = (out, lse.squeeze(3)), rest[5]
+    of = kernels.described((grad_out, None), (query, key, value), result, _CAUSAL[code], scale, NONE, ())
+    return tuple(kernels.compute(of))
 
 
 @functools.cache
 def calls() -> dict[str, tuple[Any, Any]]:
-    """Of each operator that this torch has as it was: what calls it, and the keys of autograd and of BACKEND."""
+    """Of each operator that this torch has as it was, and OWN: what calls it, and the keys of autograd and of BACKEND."""
     key = torch._C.DispatchKey.__members__
     keys = torch._C.DispatchKeySet(key[BACKEND]) | torch._C.DispatchKeySet(key[f"Autograd{BACKEND}"])
     found: dict[str, tuple[Any, Any]] = {}
@@ -311,4 +383,8 @@ def calls() -> dict[str, tuple[Any, Any]]:
         operator = getattr(getattr(torch.ops.aten, name, None), "default", None)
         if operator is not None and str(operator._schema) == f"aten::{name}{SCHEMAS[name]}":
             found[name] = operator._handle.redispatch_boxed, keys
+    backward = getattr(getattr(torch.ops.aten, BACKWARD, None), "default", None)
+    handles = hasattr(getattr(torch._C, "_aoti", None), "unsafe_alloc_void_ptrs_from_tensors")
+    if CUDNN in found and handles and str(getattr(backward, "_schema", "")) == BACKWARD_SCHEMA:
+        found[OWN] = found[CUDNN]
     return found

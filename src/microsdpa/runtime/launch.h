@@ -8,9 +8,15 @@
 
 namespace microsdpa {
 
+// Nodes of autograd that have the gradient of a plan's call: see torch_nodes.h.
+enum Node : std::int64_t { NO_NODE, CUDNN_NODE, FLASH_NODE, OWN_NODE };
+
+// The node of torch's that records a call: gradients of this library are behind cuDNN's.
+inline Node recorded_as(std::int64_t node) { return node == OWN_NODE ? CUDNN_NODE : static_cast<Node>(node); }
+
 // Launches the plan of a call. Gives None when there is none, or else what LseArgument gives for `lse`. With `node`,
-// it must be a plan that the node of this operator was allowed for.
+// which records the call, it must be a plan that this one was allowed for; whose gradient it has is left there.
 ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap,
-                std::int64_t node = 0);
+                Node* node = nullptr);
 
 }  // namespace microsdpa

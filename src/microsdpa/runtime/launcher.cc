@@ -57,14 +57,15 @@ ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView wanted_lse, const Fa
 }  // namespace
 
 ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap,
-                std::int64_t node) {
+                Node* node) {
   Call call;
   if (!parse(arguments, call)) return nullptr;
   const Factors factors = factors_of(arguments, scale, softcap);
   if (!factors.valid()) return nullptr;
   if (call.key.continues() && !continues_from(call, lse)) return nullptr;
   const std::shared_ptr<const Plan> plan = plan_of(call);
-  if (!plan || (node && plan->node != node)) return nullptr;
+  if (!plan || (node && recorded_as(plan->node) != *node)) return nullptr;
+  if (node) *node = static_cast<Node>(plan->node);
   return execute(*plan, call, lse, factors);
 }
 

@@ -123,7 +123,10 @@ False when no plan is registered for the call.
 """
 
 set_node_constants = _library.set_node_constants
-"""set_node_constants(device, state, scalar): addresses of two uint64 and an int64 on a device, kept for ever."""
+"""set_node_constants(device, state, scalar, own): addresses of two uint64 and an int64 on a device, kept for ever.
+
+`own` is a handle of the sparse tensor of nodes.py, or 0. The launcher takes it.
+"""
 
 
 def register_nodes(backend: str, cudnn: str | None, flash: str | None, plain: int, causal: int) -> bool:

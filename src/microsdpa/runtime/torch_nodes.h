@@ -1,5 +1,9 @@
 // Kernels for two operators of torch's, whose nodes in autograd's graph are C++: the forward pass is this library's,
 // and the backward pass torch's. nodes.py registers them, for a backend that no tensor is on, and calls the operators.
+//
+// The backward pass may also be this library's: its node is cuDNN's, with a sparse tensor for the random state. So
+// torch's dispatcher looks for the backward operator's kernel of sparse tensors, which nodes.py has registered. That
+// kernel finds the code of the call's options where the node has a number of queries, which it does not need.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +17,6 @@
 #include "torch_shim.h"
 
 namespace microsdpa {
-
-// The operators. A plan without a mask says for which of them it may be launched: Python decides who has the gradient.
-enum Node : std::int64_t { CUDNN_NODE = 1, FLASH_NODE };  // 0 stands for none
 
 // What the next call of this thread asks for beyond the operator's arguments.
 struct ExpectedCall {
@@ -34,9 +35,10 @@ inline ExpectedCall& expected_call() {
 // Codes of the options of a call that nothing more was said of, without and with a causal mask.
 inline std::atomic<std::int64_t> plain_options{0}, causal_options{0};
 
-// Random state and mask of the dropout that there is not, on each device; nothing writes to them.
+// Random state and mask of the dropout that there is not, on each device, and the sparse tensor that stands for the
+// state where the gradient is this library's, or null; nothing writes to them.
 struct NodeConstants {
-  TorchTensor state, scalar, empty;
+  TorchTensor state, scalar, empty, own;
 };
 constexpr int MAX_DEVICES = 64;
 inline std::atomic<const NodeConstants*> node_constants[MAX_DEVICES];
@@ -161,20 +163,21 @@ inline void attend_node(TorchValue* stack, NodeCall call, Node node, int lse_ran
     arguments.tensors[MASK] = &mask;
   }
   CurrentStream current(torch, q.device);
-  const ffi::Any launched = attend(arguments, ffi::AnyView(&sums.tensor), call.scale, {}, node);
-  if (launched == nullptr) return give_nothing(torch, stack);
+  const ffi::Any launched = attend(arguments, ffi::AnyView(&sums.tensor), call.scale, {}, &node);
+  const bool own = node == OWN_NODE;
+  if (launched == nullptr || (own && !constants->own)) return give_nothing(torch, stack);
   if (expected.masked) {
     OwnedTensor seen = of_seen_rows(torch, std::move(lse));
     *lse.place() = seen.release();
   }
 
   OwnedTensor absent[2], held[3];
-  const TorchTensor shared[] = {constants->*state, constants->scalar, constants->empty};
+  const TorchTensor shared[] = {own ? constants->own : constants->*state, constants->scalar, constants->empty};
   for (OwnedTensor& tensor : absent) TorchShim::check(torch.new_undefined(tensor.place()), "new_uninitialized_tensor");
   for (int i = 0; i < 3; ++i) TorchShim::check(torch.new_handle(shared[i], held[i].place()), "new_tensor_handle");
   stack[0] = value_of(out.release()), stack[1] = value_of(lse.release());
   stack[2] = value_of(absent[0].release()), stack[3] = value_of(absent[1].release());
-  stack[4] = static_cast<TorchValue>(q.shape[2]), stack[5] = static_cast<TorchValue>(key.tensor.shape[2]);
+  stack[4] = static_cast<TorchValue>(own ? options : q.shape[2]), stack[5] = static_cast<TorchValue>(key.tensor.shape[2]);
   for (int i = 0; i < 3; ++i) stack[6 + i] = value_of(held[i].release());
 }
 
@@ -221,8 +224,9 @@ inline bool register_nodes(ffi::String key, Optional<ffi::String> cudnn, Optiona
   return true;
 }
 
-// Sets up a device: addresses of two random numbers and of one, in its memory, which the caller keeps for ever.
-inline void set_node_constants(std::int64_t device, std::int64_t state, std::int64_t scalar) {
+// Sets up a device: addresses of two random numbers and of one, in its memory, which the caller keeps for ever, and a
+// handle of the sparse tensor of NodeConstants, or 0, which becomes this library's.
+inline void set_node_constants(std::int64_t device, std::int64_t state, std::int64_t scalar, std::int64_t own) {
   TVM_FFI_CHECK(device >= 0 && device < MAX_DEVICES, ValueError)
       << "device: expected one below " << MAX_DEVICES << ", got " << device;
   constexpr std::int32_t INT64 = 4, UINT64 = 29;
@@ -240,6 +244,7 @@ inline void set_node_constants(std::int64_t device, std::int64_t state, std::int
     TorchShim::check(torch.tensor_from_blob(reinterpret_cast<void*>(scalar), 1, &none, &unit, 0, TORCH_FLOAT,
                                             TORCH_CUDA, index, &found.empty),
                      "create_tensor_from_blob");
+    found.own = reinterpret_cast<TorchTensor>(own);
     node_constants[device].store(new NodeConstants(found));
   });
 }
