@@ -69,6 +69,13 @@ MASKED = [
     Case(1, 4, 150, 200, 128, heads_kv=2, causal="upper_left", masks=("window", "softcap", "alibi", "sinks")),
     Case(1, 2, 90, 160, 192, dtype="bfloat16", masks=("window", "softcap", "alibi", "sinks")),
     Case(1, 1, 140, 100, 256, causal="lower_right", masks=("window",)),
+    Case(3, 2, 150, 300, 64, masks=("padding",)),
+    Case(2, 2, 100, 260, 128, heads_kv=1, dtype="bfloat16", causal="lower_right", masks=("padding", "softcap")),
+    Case(2, 1, 70, 200, 192, masks=("padding",)),
+    Case(2, 2, 280, 300, 64, masks=("documents",)),
+    Case(2, 2, 200, 200, 128, heads_kv=1, dtype="bfloat16", causal="upper_left", masks=("documents",)),
+    Case(1, 2, 140, 160, 72, masks=("documents", "softcap", "sinks")),
+    Case(1, 1, 140, 150, 256, masks=("documents",)),
 ]
 
 
@@ -88,6 +95,62 @@ def test_gradients_of_scores_that_are_hidden_or_bent(case: Case) -> None:
 def test_a_fixed_order_under_a_window(case: Case) -> None:
     wanted = masked(case)
     check(wanted, tiling_of(wanted, deterministic=True), TARGET)
+
+
+@pytest.mark.parametrize("case", [MASKED[12], MASKED[13]], ids=str)
+def test_a_fixed_order_under_a_mask_of_keys(case: Case) -> None:
+    wanted = masked(case)
+    check(wanted, tiling_of(wanted, deterministic=True), TARGET)
+
+
+@pytest.mark.parametrize("masks", [("padding",), ("documents",)], ids=str)
+def test_one_tile_of_keys_under_a_mask(masks: tuple[str, ...]) -> None:
+    wanted = masked(Case(2, 2, 300, 120, 64, masks=masks))
+    tiling = tiling_of(wanted)
+    assert tiling.whole
+    check(wanted, tiling, TARGET)
+
+
+def test_ranges_are_not_counted_in_a_fixed_order() -> None:
+    found = choose(expected(Case(1, 1, 300, 300, 64, masks=("documents",))).of.problem(TARGET), deterministic=True)
+    assert isinstance(found, Rejection)
+    assert "ranges of keys" in found.reason
+
+
+def of_heads(seed: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    """Ranges of any two keys, some without any; each head has its own."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.randint(-20, keys + 20, (1, heads, queries, 2), generator=generator, dtype=torch.int32)
+    return ends.sort(dim=3).values.where(torch.rand(1, heads, queries, 1, generator=generator) < 0.9, 7)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_heads_with_masks_of_their_own(head_dim: int) -> None:
+    case = Case(1, 4, 140, 300, head_dim, heads_kv=2)
+    hidden = torch.rand(1, 4, 1, 300, generator=torch.Generator().manual_seed(3)) < 0.3
+    hidden[:, :3, :, :128] = False  # but a head of the second pair sees these
+    for mask in (hidden, of_heads(5, 4, 140, 300)):
+        wanted = expected(case, {"attn_mask": mask}, through_lse=True)
+        check(wanted, tiling_of(wanted), TARGET, same_bits=False)
+
+
+@pytest.mark.parametrize(
+    ("mask", "share"),
+    [
+        (torch.arange(1024).lt(200)[None, None, None], 2 / 8),
+        # Four documents of 256 tokens.
+        (torch.stack([torch.arange(1024) // 256 * 256, torch.arange(1024) // 256 * 256 + 256], 1).int(), 1 / 4),
+    ],
+    ids=["padding", "documents"],
+)
+def test_tiles_that_a_mask_hides_are_not_multiplied(mask: torch.Tensor, share: float) -> None:
+    products = []
+    for masks in ({}, {"attn_mask": mask}):
+        wanted = expected(Case(1, 2, 1024, 1024, 64, heads_kv=1), masks)
+        report = gradients.emulate(wanted.of, tiling_of(wanted), TARGET)[1]
+        products.append(report.counters["tensor_instructions"])
+    whole, seen = products
+    assert seen == whole * share
 
 
 @pytest.mark.parametrize("left", [0, 70, 200], ids="{} keys before".format)

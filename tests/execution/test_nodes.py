@@ -290,7 +290,7 @@ def test_a_warm_call_under_a_mask_asks_nothing_but_the_kernel(monkeypatch: pytes
         allowed.append((number, call[5], call[7]))
         return True
 
-    monkeypatch.setattr(nodes, "_masked", set())
+    monkeypatch.setattr(nodes, "_masked", {})
     monkeypatch.setattr(nodes, "operator_for", lambda *_: (nodes.CUDNN, True))
     monkeypatch.setattr(nodes, "calls", lambda: {nodes.CUDNN: (kernel, None)})
     monkeypatch.setattr(nodes.launcher, "allow_node", allow)

@@ -199,6 +199,8 @@ def test_gradients_of_one_tile_of_keys_need_sms_or_few_queries() -> None:
         (72, 1024, "bool", True),  # cuDNN has 128 columns, backward 96
         (160, 1024, "bool", True),
         (48, 1024, "bool", False),
+        (64, 1024, "bool of keys", True),  # five products, and none of tiles that are hidden
+        (64, 1024, "int32", True),
         (72, 1024, "float16", False),
         (72, 1024, None, True),
         (72, 256, None, True),  # by hopper/backward: tiles of 96 columns are no gain
@@ -207,7 +209,9 @@ def test_gradients_of_one_tile_of_keys_need_sms_or_few_queries() -> None:
 def test_gradients_under_a_mask_are_left_to_cudnn_where_that_is_faster(
     head_dim: int, seqlen: int, mask: str | None, ours: bool
 ) -> None:
-    kind = MaskKind(mask) if mask else None  # type: ignore[arg-type]
+    kind = None
+    if mask:
+        kind = MaskKind(mask.split()[0], per_query=mask != "bool of keys")  # type: ignore[arg-type]
     problem = Problem(8, 16, 16, seqlen, seqlen, head_dim, "float16", mask=kind, target="sm_90a")
     assert policy.beats_torch_backward(problem) is ours
     if mask is None:

@@ -76,14 +76,15 @@ _beaten: dict[tuple[object, ...], bool] = {}
 def _beats_torch(inputs: Inputs, causal: Causal | None, masks: Masks) -> bool:
     query, key, value = inputs
     aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % VECTOR_BYTES
-    kind = None if masks.attn_mask is None else masks.attn_mask.dtype
+    mask = masks.attn_mask
+    kind = None if mask is None else (mask.dtype, mask.shape, mask.stride())
     strides = query.stride(), key.stride(), value.stride()
     known = query.shape, key.shape, *strides, query.dtype, query.get_device(), aligned, causal, kind
     found = _beaten.get(known)
     if found is None:
         if len(_beaten) >= _MOST_REMEMBERED:
             _beaten.clear()
-        found = policy.beats_torch_backward(kernels.problem_of(inputs, causal, masks.kind))
+        found = policy.beats_torch_backward(kernels.problem_of(inputs, causal, masks.kind_in_memory))
         _beaten[known] = found
     return found
 

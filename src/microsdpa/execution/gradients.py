@@ -89,7 +89,7 @@ class Gradient:
             *sizes_of(query, key),
             dtype=dtype,
             causal=self.causal,
-            mask=self.masks.kind,
+            mask=self.masks.kind_in_memory,
             target=target,
             alignment=VECTOR_BYTES if all(map(tensors.is_aligned, rows)) else ELEMENT_BYTES[dtype],
             bulk=all(map(tensors.is_bulk_addressable, rows)),
@@ -205,7 +205,7 @@ def _mapped(of: Gradient, spec: KernelSpec) -> tuple[launcher.Mapped, ...]:
 _PRODUCTS = {"query", "key", "value", "grad_out", "attn_mask", "alibi_slopes", "drawn"}
 _SUMS = {"grad_query", "grad_key", "grad_value"}
 _READ = {
-    "prepare": {"out", "lse", "grad_out", "grad_lse"},
+    "prepare": {"out", "lse", "grad_out", "grad_lse", "attn_mask"},
     "row_terms": {"query", "key", "out", "lse", "grad_out", "grad_lse", *MASK_TENSORS},
     "gradients": _PRODUCTS,
     "gradients_bulk": _PRODUCTS,

@@ -23,7 +23,7 @@ from torch._C import (
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
-from microsdpa.call.masks import NONE, UNBOUNDED
+from microsdpa.call.masks import NONE, UNBOUNDED, Masks
 from microsdpa.call.options import PLAIN_CODE, Options
 from microsdpa.call.tensors import is_aligned
 from microsdpa.execution import forward
@@ -40,6 +40,8 @@ OWN = "gradients of this library, behind cuDNN's node"
 """In the place of an operator: it is cuDNN's, and its backward pass this library's."""
 _NUMBERS = {CUDNN: 1, FLASH: 2, OWN: 3}
 """Node of runtime/launch.h."""
+OWN_MASKS = torch.bool, torch.int32
+"""Types of masks that such a node has: booleans, and the ends of the keys that a query sees."""
 BACKEND = "PrivateUse3"
 SPARSE = "SparseCUDA"
 """The dispatch key of calls that have a sparse tensor on a GPU."""
@@ -114,8 +116,9 @@ def recorded(
     return found[0]  # type: ignore[no-any-return]
 
 
-_masked: set[tuple[object, ...]] = set()
-"""Shapes of query and mask, and codes of options, of calls under a mask for which attend() has had a node."""
+_masked: dict[tuple[object, ...], str] = {}
+"""Shapes of query and mask, and codes of options, of calls under a mask for which attend() has had a node; and the
+operator."""
 
 
 def recorded_masked(
@@ -127,12 +130,13 @@ def recorded_masked(
     scale: float | None,
 ) -> torch.Tensor | None:
     """recorded() for a call with an attn_mask, of booleans or numbers, and no other mask."""
-    if (query.shape, mask.shape, code) not in _masked or mask.requires_grad or _get_deterministic_algorithms():
+    operator = _masked.get((query.shape, mask.shape, code))
+    if operator is None or mask.requires_grad or _get_deterministic_algorithms():
         return None
-    if not _get_cudnn_sdp_enabled() or not (scale is None or scale > 0.0):
+    if not (scale is None or scale > 0.0) or (operator is CUDNN and not _get_cudnn_sdp_enabled()):
         return None
-    call, keys = calls()[CUDNN]
-    bias = as_bias(mask, query, key)
+    call, keys = calls()[operator]
+    bias = mask if operator is OWN else as_bias(mask, query, key)
     launcher.expect_node(code, mask)
     try:
         return call(keys, query, key, value, bias, True, 0.0, False, scale=scale)[0]  # type: ignore[no-any-return]
@@ -166,7 +170,7 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor
     if masks.attn_mask is not None:
         if len(_masked) >= _MAX_REMEMBERED:
             _masked.clear()
-        _masked.add((inputs[0].shape, masks.attn_mask.shape, options.code))
+        _masked[inputs[0].shape, masks.attn_mask.shape, options.code] = operator
     elif _usual is None or _usual[0] is not operator:
         _usual = operator, *calls()[operator]
     return out
@@ -195,7 +199,8 @@ def _call(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -
     call, keys = calls()[operator]
     if operator == FLASH:
         return call(keys, query, key, value, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
-    bias = None if masks.attn_mask is None else as_bias(masks.attn_mask, query, key)
+    mask = masks.attn_mask
+    bias = mask if mask is None or operator is OWN else as_bias(mask, query, key)
     return call(keys, query, key, value, bias, True, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
 
 
@@ -209,7 +214,7 @@ def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> Choice
     known = *known, torch.are_deterministic_algorithms_enabled(), _get_cudnn_sdp_enabled()
     if masks is not NO_TENSORS:
         mask = masks.attn_mask
-        of_mask = None if mask is None else (mask.dtype, mask.requires_grad, mask.shape)
+        of_mask = None if mask is None else (mask.dtype, mask.requires_grad, mask.shape, mask.stride())
         known = *known, of_mask, masks.alibi_slopes is None and masks.sinks is None
     try:
         found = _remembered.get(known)
@@ -238,11 +243,12 @@ def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
     if torch.are_deterministic_algorithms_enabled():
         return ""  # this library's own kernels give the same bits each time
     causal: Causal | None = "upper_left" if options.is_causal else options.causal
-    if masks.attn_mask is None:
-        problem = problem_of(inputs, causal, None)
+    mask = masks.attn_mask
+    if mask is None or mask.dtype in OWN_MASKS:
+        problem = problem_of(inputs, causal, Masks(mask).kind_in_memory)
         if OWN in calls() and policy.beats_torch_backward(problem):
             return OWN
-        if policy.is_worth_a_node(problem):
+        if mask is None and policy.is_worth_a_node(problem):
             return ""
     cudnn, flash = (name in calls() for name in (CUDNN, FLASH))
     cudnn &= _cudnn_computes(inputs, masks.attn_mask, causal)
@@ -363,13 +369,16 @@ def own_gradients(
     *rest: Any,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """BACKWARD of a call whose gradient is this library's: `rest` has the code of its options for a number of queries.
+    """BACKWARD of a call whose gradient is this library's.
+
+    `rest` has its mask for a bias, and the code of its options for a number of queries.
 
     Raises:
         UnsupportedProblem: there are too many rows or heads for a launch.
     """
-    result, code = (out, lse.squeeze(3)), rest[5]
-    of = kernels.described((grad_out, None), (query, key, value), result, _CAUSAL[code], scale, NONE, ())
+    result, mask, code = (out, lse.squeeze(3)), rest[2], rest[5]
+    masks = NONE if mask is None else Masks(mask)
+    of = kernels.described((grad_out, None), (query, key, value), result, _CAUSAL[code], scale, masks, ())
     return tuple(kernels.compute(of))
 
 

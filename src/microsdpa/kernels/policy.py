@@ -654,6 +654,8 @@ def five_products(problem: Problem, deterministic: bool) -> hopper_backward.Tili
     if isinstance(found, hopper_backward.Tiling) and found.whole:
         few = Rejection("few CTAs, which have all keys of a head, and many queries each", "more heads")
         return found if _is_worth_whole_keys(problem, found) else few
+    if problem.mask is not None and problem.mask.softcap:
+        return found  # two products more have scores to cap, which take longer than the other two kernels
     if backward.is_for_small(problem):
         return Rejection("few tiles, or short ones: its three kernels cost more than two products", "longer sequences")
     return found

@@ -166,7 +166,7 @@ inline void attend_node(TorchValue* stack, NodeCall call, Node node, int lse_ran
   const ffi::Any launched = attend(arguments, ffi::AnyView(&sums.tensor), call.scale, {}, &node);
   const bool own = node == OWN_NODE;
   if (launched == nullptr || (own && !constants->own)) return give_nothing(torch, stack);
-  if (expected.masked) {
+  if (expected.masked && !own) {
     OwnedTensor seen = of_seen_rows(torch, std::move(lse));
     *lse.place() = seen.release();
   }

@@ -15,9 +15,10 @@ struct Consumer {
   using Part = float[(C::TRANSPOSED ? C::BLOCK_M : PART_COLUMNS) / 2];  // of dQ
   static constexpr int BLOCK_M = C::BLOCK_M, BLOCK_N = C::BLOCK_N, HEAD_DIM = C::HEAD_DIM, COLUMNS = C::COLUMNS;
   static constexpr int EIGHT_ROWS = 8 * BOX * sizeof(T);
-  // Of the large tiles some turns take more registers than there are: with WHOLE dP is multiplied after P and not while
-  // P is made, and with dropout dV is waited for ahead of dS.
-  static constexpr bool LARGE = BLOCK_M == 2 * ROWS, DP_BESIDE_P = !(LARGE && C::WHOLE), DV_AHEAD = LARGE && Drop::ANY;
+  // Of the large tiles some turns take more registers than there are: with WHOLE, or with dropout under a soft cap, dP is
+  // multiplied after P and not while P is made. With dropout dV is waited for ahead of dS.
+  static constexpr bool LARGE = BLOCK_M == 2 * ROWS, DV_AHEAD = LARGE && Drop::ANY;
+  static constexpr bool DP_BESIDE_P = !(LARGE && (C::WHOLE || (M::SOFTCAP && Drop::ANY)));
   static constexpr float LN_2 = 0.693147180559945309417f;
 
   SharedStorage<C>& shared;
@@ -91,7 +92,7 @@ struct Consumer {
   template <bool FIRST>
   __device__ __forceinline__ void step(int turn, const Turn& at) {
     const int query_stage = query_state.stage, grad_stage = grad_state.stage;
-    const float slope = slope_of<M>(masks, walk.batch, at.head);
+    const OfHead<M> of_head(*this, at.head);
     mbarrier_wait(shared.query_full[query_stage], query_state.phase);
     if (FIRST && warpgroup == 1) named_barrier_sync(FIRST_THERE, CONSUMERS * WARPGROUP_THREADS);
     multiply(s, shared.key, shared.query[query_stage]);
@@ -102,7 +103,7 @@ struct Consumer {
     wgmma_fence_registers(s);
     Products p;
     Rounded rounded;
-    weigh<M>(*this, p, rounded, query_stage, at.tile * BLOCK_M, slope);
+    weigh<M>(*this, p, rounded, query_stage, at.tile * BLOCK_M, of_head);
     if constexpr (M::SOFTCAP) {
       if constexpr (Drop::ANY) drop.next.drop(rounded);
     } else {

@@ -29,17 +29,17 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const MaskedPa
 }
 
 // HEAD_DIM: that of the call, filled up with zeros to a width of wgmma. IN_ORDER: whether sums of dQ are added in an
-// order that is always the same. LEFT to ALIBI: as of Scoring. MAPS: that of dQ, where one CTA has all keys of a head, and dQ is no sum.
-template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool LEFT, bool RIGHT,
-          bool SOFTCAP, bool ALIBI, typename DROPOUT = NoDropout, typename... MAPS>
+// order that is always the same. MASK to ALIBI: as of Scoring. MAPS: that of dQ, where one CTA has all keys of a head, and dQ is no sum.
+template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, typename MASK,
+          bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI, typename DROPOUT = NoDropout, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     gradients(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given,
               const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
               const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap grad_out,
               const __grid_constant__ TensorMap grad_key, const __grid_constant__ TensorMap grad_value,
               const __grid_constant__ MAPS... maps) {
-  using C = Tiles<T, HEAD_DIM, BLOCK_M, QUERY_STAGES, GRAD_STAGES, (sizeof...(MAPS) > 0)>;
-  using M = Scoring<LEFT, RIGHT, SOFTCAP, ALIBI>;
+  using C = Tiles<T, HEAD_DIM, BLOCK_M, QUERY_STAGES, GRAD_STAGES, (sizeof...(MAPS) > 0), is_range<MASK>>;
+  using M = Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>;
   using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2>::Type;
   const BackwardParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.forward.call;
@@ -48,7 +48,11 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   init_barriers<C>(shared);
   __syncthreads();
 
-  const Walk<C, M, IN_ORDER> walk(params);
+  Walk<C, M, IN_ORDER> walk(params);
+  if constexpr (M::HIDES_KEYS || M::RANGED) {
+    grid_dependency_wait();
+    walk.narrow(params.forward);
+  }
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if constexpr (Drop::ANY || M::ALIBI) grid_dependency_wait();  // the seed was drawn ahead, slopes may have been
+    if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // a seed was drawn ahead
     constexpr int FIRST = C::part_columns(0), SECOND = C::part_columns(1);
     if constexpr (FIRST == SECOND) {
       consume<FIRST>(shared, params.forward, walk, warpgroup - 1, Drop(given), grad_key, grad_value);

@@ -1,5 +1,5 @@
 // What hopper/backward/kernel.cu needs ahead: LSE in base 2 and delta = rowsum(dO * O), less the gradient of the LSE,
-// of every query, and sums of dQ that are zero.
+// of every query, the ranges of keys that it sees, and sums of dQ that are zero.
 //
 // A CTA has a tile of queries. Rows past the last query get an LSE of +inf, which makes their probabilities zero.
 // Bound by: memory; dO and O are read once, and the sums written.
@@ -10,7 +10,46 @@
 
 namespace microsdpa::hopper::backward {
 
-template <typename T, int HEAD_DIM, int BLOCK_M, int SUMS, int THREADS>
+// What hopper/backward/kernel.cu needs to know of the ranges of keys that a tile's queries see; all threads.
+template <int BLOCK_M, int THREADS>
+__device__ __forceinline__ void note_ranges(const MaskedParams& params, int64 batch, int64 head, int tile, int32* to) {
+  static_assert(BLOCK_M <= THREADS, "a thread has a query");
+  constexpr int FAR = 1 << 30;
+  const MaskParams& masks = params.masks;
+  const int row = tile * BLOCK_M + threadIdx.x;
+  KeyRange found = {FAR, -1}, common = {-1, FAR};  // from the first begin to the last end, and what all have in common
+  if (threadIdx.x < BLOCK_M) {
+    KeyRange own = {0, 0};
+    if (row < params.call.seqlen_q) {
+      const auto* ends = static_cast<const int32*>(masks.mask) + batch * masks.mask_strides.batch +
+                         head * masks.mask_strides.head + row * masks.mask_strides.row;
+      own = {ends[0], ends[masks.mask_column_stride]}, common = own;
+      if (own.first < own.last) found = own;
+    }
+    to[threadIdx.x] = own.first, to[BLOCK_M + threadIdx.x] = own.last;
+  }
+  __shared__ int32 of_warp[THREADS / 32][4];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    found.first = min(found.first, __shfl_xor_sync(FULL_WARP, found.first, distance));
+    found.last = max(found.last, __shfl_xor_sync(FULL_WARP, found.last, distance));
+    common.first = max(common.first, __shfl_xor_sync(FULL_WARP, common.first, distance));
+    common.last = min(common.last, __shfl_xor_sync(FULL_WARP, common.last, distance));
+  }
+  int32(&own)[4] = of_warp[threadIdx.x / 32];
+  if (threadIdx.x % 32 == 0) own[0] = found.first, own[1] = found.last, own[2] = common.first, own[3] = common.last;
+  __syncthreads();
+  if (threadIdx.x < 4) {
+    int number = of_warp[0][threadIdx.x];
+    for (int warp = 1; warp < THREADS / 32; ++warp) {
+      const int other = of_warp[warp][threadIdx.x];
+      number = threadIdx.x == 0 || threadIdx.x == 3 ? min(number, other) : max(number, other);
+    }
+    to[2 * BLOCK_M + threadIdx.x] = number;
+  }
+}
+
+template <typename T, int HEAD_DIM, int BLOCK_M, int SUMS, int THREADS, bool RANGED = false>
 __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ BackwardParams params) {
   constexpr float LOG2_E = 1.44269504088896340736f;
   constexpr int WIDTH = 16 / sizeof(T), LANES = HEAD_DIM > 128 ? 32 : HEAD_DIM > 64 ? 16 : 8;
@@ -20,7 +59,7 @@ __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Backw
   grid_dependency_wait();
   grid_dependency_launch();
   constexpr int PARTS = PARTS_OF<HEAD_DIM>;
-  const Workspace<BLOCK_M, PARTS, SUMS / PARTS> workspace(call);
+  const Workspace<BLOCK_M, PARTS, SUMS / PARTS, RANGED> workspace(call);
   const int index = blockIdx.x / workspace.tiles, tile = blockIdx.x % workspace.tiles;  // the head of all, and its tile
   const int64 batch = index / call.heads, head = index % call.heads;
   const int lane = threadIdx.x % LANES, column = lane * WIDTH;
@@ -49,6 +88,9 @@ __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Backw
       workspace.lse(index, tile)[row_of_tile] = lse == negative_infinity() ? -negative_infinity() : lse;
       workspace.delta(index, tile)[row_of_tile] = delta;
     }
+  }
+  if constexpr (RANGED) {
+    note_ranges<BLOCK_M, THREADS>(params.forward, batch, head, tile, workspace.range(index, tile));
   }
   if constexpr (SUMS > 0) {
     if (threadIdx.x < PARTS) workspace.turn(index, tile)[threadIdx.x] = 0;

@@ -30,10 +30,11 @@ __device__ __forceinline__ void produce(Storage& shared, const AttentionParams& 
   constexpr int OWNED_BYTES = C::BLOCK_N * C::COLUMNS * sizeof(typename C::T);
   constexpr int WALKED_BYTES = C::BLOCK_M * C::COLUMNS * sizeof(typename C::T);
   constexpr int ROW_BYTES = C::BLOCK_M * sizeof(float);
+  constexpr int RANGE_BYTES = C::RANGED ? RANGE_NUMBERS<C::BLOCK_M> * sizeof(int32) : 0;
   if (walk.turns == 0) return;
   mbarrier_arrive_expect(shared.owned_full, 2 * OWNED_BYTES);
   load_tile<C, C::BLOCK_N>(shared.key, key, shared.owned_full, walk.first_key, walk.head_kv, walk.batch);
-  const Workspace<C::BLOCK_M, C::PARTS, C::PART> workspace(call);
+  const WorkspaceOf<C> workspace(call);
   PipelineState<C::QUERY_STAGES> query_state;
   PipelineState<C::GRAD_STAGES> grad_state;
   Turn at(walk);
@@ -41,10 +42,13 @@ __device__ __forceinline__ void produce(Storage& shared, const AttentionParams& 
     const int row = at.tile * C::BLOCK_M, head = walk.batch * call.heads + at.head;
     Mbarrier& query_full = shared.query_full[query_state.stage];
     mbarrier_wait(shared.query_empty[query_state.stage], query_state.phase ^ 1);
-    mbarrier_arrive_expect(query_full, WALKED_BYTES + 2 * ROW_BYTES);
+    mbarrier_arrive_expect(query_full, WALKED_BYTES + 2 * ROW_BYTES + RANGE_BYTES);
     load_tile<C, C::BLOCK_M>(shared.query[query_state.stage], query, query_full, row, at.head, walk.batch);
     bulk_load(shared.lse[query_state.stage], workspace.lse(head, at.tile), ROW_BYTES, query_full);
     bulk_load(shared.delta[query_state.stage], workspace.delta(head, at.tile), ROW_BYTES, query_full);
+    if constexpr (C::RANGED) {
+      bulk_load(shared.ranges.ends[query_state.stage], workspace.range(head, at.tile), RANGE_BYTES, query_full);
+    }
     query_state.advance();
     if (turn == 0) {
       load_tile<C, C::BLOCK_N>(shared.value, value, shared.owned_full, walk.first_key, walk.head_kv, walk.batch);
@@ -64,7 +68,7 @@ template <typename C, typename M, bool IN_ORDER, typename Storage>
 __device__ __forceinline__ void add_sums(Storage& shared, const MaskedParams& params, const Walk<C, M, IN_ORDER>& walk,
                                          int consumer) {
   const AttentionParams& call = params.call;
-  const Workspace<C::BLOCK_M, C::PARTS, C::PART> workspace(call);
+  const WorkspaceOf<C> workspace(call);
   const bool elected = elect_one();
   Turn at(walk);
   for (int turn = 0; turn < walk.turns; ++turn) {

@@ -62,37 +62,78 @@ __device__ __forceinline__ void release(Mbarrier& done) {
   if (elect_one()) mbarrier_arrive(done);
 }
 
-// ALiBi's slope of a query head, base 2.
+// What a query head has of its own: ALiBi's slope, base 2, and which of a lane's two keys its mask shows.
 template <typename M>
-__device__ __forceinline__ float slope_of(const MaskParams& masks, int64 batch, int64 head) {
-  constexpr float LOG2_E = 1.44269504088896340736f;
-  if constexpr (!M::ALIBI) return 0.0f;
-  return LOG2_E * masks.slopes[batch * masks.slope_batch_stride + head * masks.slope_head_stride];
-}
+struct OfHead {
+  float slope = 0.0f;
+  bool shown[2] = {true, true};
 
-// Of a tile of queries, those that may see one of the keys of a lane, in columns of eight that begin with the lane's.
-struct SeenColumns {
-  int first, last;
-  __device__ __forceinline__ bool hides(int column) const { return column < first || column > last; }
+  template <typename Consumer>
+  __device__ __forceinline__ OfHead(const Consumer& of, int64 head) {
+    if constexpr (M::ALIBI) {
+      constexpr float LOG2_E = 1.44269504088896340736f;
+      slope = LOG2_E * of.masks.slopes[of.walk.batch * of.masks.slope_batch_stride + head * of.masks.slope_head_stride];
+    }
+    if constexpr (M::HIDES_KEYS) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = min(of.first_key + key_row(of.thread, half), of.call.seqlen_k - 1);
+        shown[half] = shows(of.masks, of.walk.batch, head, key);
+      }
+    }
+  }
 };
 
-// Whether a consumer's keys and a tile of queries, all of them, see one another.
+// Whether a consumer's keys and a tile of queries, all of them, see one another. One answer for a warp.
 template <typename M, typename Consumer>
-__device__ __forceinline__ bool sees_all(const Consumer& of, int first_query) {
+__device__ __forceinline__ bool sees_all(const Consumer& of, int stage, int first_query, const OfHead<M>& of_head) {
   const int last_key = of.first_key + ROWS - 1, last_query = first_query + Consumer::BLOCK_M - 1;
   bool all = last_key < of.call.seqlen_k && !(M::RIGHT && last_key > first_query + of.call.diagonal);
   if constexpr (M::LEFT) all = all && of.first_key >= last_query + of.masks.lowest;
+  if constexpr (M::HIDES_KEYS) all = all && __all_sync(FULL_WARP, of_head.shown[0] && of_head.shown[1]);
+  if constexpr (M::RANGED) {
+    const int32* of_all = of.shared.ranges.ends[stage] + 2 * Consumer::BLOCK_M;
+    all = all && of.first_key >= of_all[2] && last_key < of_all[3];
+  }
   return all;
 }
 
-template <typename M, typename Consumer>
-__device__ __forceinline__ SeenColumns seen_columns(const Consumer& of, int half, int first_query) {
-  const int key = of.first_key + key_row(of.thread, half);
-  int first = M::RIGHT ? key - of.call.diagonal - first_query : 0, last = Consumer::BLOCK_M;
-  if constexpr (M::LEFT) last = key - of.masks.lowest - first_query;
-  if (key >= of.call.seqlen_k) first = Consumer::BLOCK_M;
-  return {first - first_column(of.thread), last - first_column(of.thread)};
-}
+// The queries of a tile that see one of a lane's two keys, in columns of eight that begin with the lane's.
+template <typename M>
+struct SeenColumns {
+  int key, first, last;
+
+  template <typename Consumer>
+  __device__ __forceinline__ SeenColumns(const Consumer& of, int half, int first_query, const OfHead<M>& of_head)
+      : key(of.first_key + key_row(of.thread, half)) {
+    first = M::RIGHT ? key - of.call.diagonal - first_query : 0, last = Consumer::BLOCK_M;
+    if constexpr (M::LEFT) last = key - of.masks.lowest - first_query;
+    if (key >= of.call.seqlen_k || (M::HIDES_KEYS && !of_head.shown[half])) first = Consumer::BLOCK_M;
+    first -= first_column(of.thread), last -= first_column(of.thread);
+  }
+
+  // `ends`: RANGED, those of the column's query.
+  __device__ __forceinline__ bool hides(int column, KeyRange ends) const {
+    if (M::RANGED && (key < ends.first || key >= ends.last)) return true;
+    return column < first || (M::LEFT && column > last);
+  }
+};
+
+// Ranges of keys of the two queries that a lane has of eight columns.
+template <typename M>
+struct PairOfRanges {
+  KeyRange of[2];
+
+  template <typename Consumer>
+  __device__ __forceinline__ PairOfRanges(const Consumer& consumer, int stage, int n) {
+    if constexpr (M::RANGED) {
+      const int32* first = consumer.shared.ranges.ends[stage] + 8 * n + first_column(consumer.thread);
+      const int2 begins = *reinterpret_cast<const int2*>(first);
+      const int2 ends = *reinterpret_cast<const int2*>(first + Consumer::BLOCK_M);
+      of[0] = {begins.x, ends.x}, of[1] = {begins.y, ends.y};
+    }
+  }
+};
 
 // Scores of a lane, base 2, less the LSE of their queries.
 template <typename M>
@@ -124,14 +165,15 @@ struct Exponents {
 template <typename M, bool PARTIAL, bool EXACT, typename Consumer>
 __device__ __forceinline__ void weigh_capped(const Consumer& of, typename Consumer::Products& p,
                                              typename Consumer::Rounded& rounded, int stage, int first_query,
-                                             float slope) {
+                                             const OfHead<M>& of_head) {
   using T = typename Consumer::T;
   const SoftCap<EXACT> cap(of.masks.softcap_log2);
-  const Exponents<M> exponents(of, first_query, slope);
-  const SeenColumns seen[2] = {seen_columns<M>(of, 0, first_query), seen_columns<M>(of, 1, first_query)};
+  const Exponents<M> exponents(of, first_query, of_head.slope);
+  const SeenColumns<M> seen[2] = {{of, 0, first_query, of_head}, {of, 1, first_query, of_head}};
 #pragma unroll
   for (int n = 0; n < Consumer::BLOCK_M / 8; ++n) {
     const float2 lse = *reinterpret_cast<const float2*>(&of.shared.lse[stage][8 * n + first_column(of.thread)]);
+    const PairOfRanges<M> ranges(of, stage, n);
     float slant[4];  // the derivative
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -139,7 +181,7 @@ __device__ __forceinline__ void weigh_capped(const Consumer& of, typename Consum
       const float capped = cap(of.s[4 * n + e] * of.call.scale_log2), tanh = capped * cap.inverse;
       slant[e] = fmaf(-tanh, tanh, 1.0f);
       float weight = ex2_approx(exponents(capped, 1.0f, e % 2 ? lse.y : lse.x, column, e / 2));
-      if (PARTIAL && seen[e / 2].hides(column)) weight = 0.0f;
+      if (PARTIAL && seen[e / 2].hides(column, ranges.of[e % 2])) weight = 0.0f;
       p[4 * n + e] = weight;
     }
 #pragma unroll
@@ -155,20 +197,20 @@ __device__ __forceinline__ void weigh_capped(const Consumer& of, typename Consum
 // what wgmma left in them: ptxas takes one that others write to for in use.
 template <typename M, typename Consumer>
 __device__ __forceinline__ void weigh(const Consumer& of, typename Consumer::Products& p,
-                                      typename Consumer::Rounded& rounded, int stage, int first_query, float slope) {
+                                      typename Consumer::Rounded& rounded, int stage, int first_query,
+                                      const OfHead<M>& of_head) {
   constexpr int BLOCK_M = Consumer::BLOCK_M;
-  const bool all = sees_all<M>(of, first_query);
   if constexpr (M::SOFTCAP) {
     if (of.masks.softcap_log2 > SoftCap<true>::LARGE) {
-      weigh_capped<M, true, true>(of, p, rounded, stage, first_query, slope);
-    } else if (all) {
-      weigh_capped<M, false, false>(of, p, rounded, stage, first_query, slope);
+      weigh_capped<M, true, true>(of, p, rounded, stage, first_query, of_head);
+    } else if (sees_all<M>(of, stage, first_query, of_head)) {
+      weigh_capped<M, false, false>(of, p, rounded, stage, first_query, of_head);
     } else {
-      weigh_capped<M, true, false>(of, p, rounded, stage, first_query, slope);
+      weigh_capped<M, true, false>(of, p, rounded, stage, first_query, of_head);
     }
     return;
   }
-  const Exponents<M> exponents(of, first_query, slope);
+  const Exponents<M> exponents(of, first_query, of_head.slope);
 #pragma unroll
   for (int n = 0; n < BLOCK_M / 8; ++n) {
     const float2 lse = *reinterpret_cast<const float2*>(&of.shared.lse[stage][8 * n + first_column(of.thread)]);
@@ -178,13 +220,14 @@ __device__ __forceinline__ void weigh(const Consumer& of, typename Consumer::Pro
       p[4 * n + e] = ex2_approx(exponents(of.s[4 * n + e], of.call.scale_log2, own, 8 * n + e % 2, e / 2));
     }
   }
-  if (all) return;
+  if (sees_all<M>(of, stage, first_query, of_head)) return;
+  const SeenColumns<M> seen[2] = {{of, 0, first_query, of_head}, {of, 1, first_query, of_head}};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const SeenColumns seen = seen_columns<M>(of, half, first_query);
+  for (int n = 0; n < BLOCK_M / 8; ++n) {
+    const PairOfRanges<M> ranges(of, stage, n);
 #pragma unroll
-    for (int i = 0; i < BLOCK_M / 4; ++i) {
-      if (seen.hides(i / 2 * 8 + i % 2)) p[i / 2 * 4 + 2 * half + i % 2] = 0.0f;
+    for (int e = 0; e < 4; ++e) {
+      if (seen[e / 2].hides(8 * n + e % 2, ranges.of[e % 2])) p[4 * n + e] = 0.0f;
     }
   }
 }

@@ -9,7 +9,7 @@ from typing import Literal
 
 from microsdpa.kernels.chip import L2_PART, chip_of
 from microsdpa.kernels.hopper.common import ROWS, WIDTHS
-from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
+from microsdpa.kernels.problem import VECTOR_BYTES, Causal, DType, MaskKind, Problem, capability_of
 from microsdpa.kernels.spec import (
     BOOLEAN,
     CPP_TYPE,
@@ -33,8 +33,7 @@ LARGEST_JOINT = 128
 """Columns up to which the registers of a consumer hold dK and dV of its keys together; else it holds one of them."""
 THREADS = 256
 """Of a CTA of the kernels ahead and behind."""
-DROPOUT_SPILLS = "with dropout some numbers of a turn, which are read once a turn"
-MANY_QUERIES_SPILL = "with tiles of 80 queries a number or two, each read once a turn"
+SPILLS = "with dropout, masks or tiles of 80 queries some numbers of a turn, which are read once a turn"
 Name = Literal["query", "key", "value", "grad_out", "grad_query", "grad_key", "grad_value"]
 
 
@@ -50,6 +49,7 @@ class Tiling:
         grad_stages: the same of dO.
         in_order: whether sums of dQ are added in an order that is always the same.
         whole: whether a CTA has all keys of its head: dQ is no sum then, and there is no kernel behind.
+        ranged: whether queries see ranges of keys.
     """
 
     columns: int
@@ -58,6 +58,7 @@ class Tiling:
     grad_stages: int = 2
     in_order: bool = False
     whole: bool = False
+    ranged: bool = False
 
     @property
     def wide(self) -> bool:
@@ -68,6 +69,11 @@ class Tiling:
     def block_n(self) -> int:
         """Keys of a CTA."""
         return ROWS if self.wide else ROWS * CONSUMERS
+
+    @property
+    def range_bytes(self) -> int:
+        """Of what is known of the ranges of keys that the queries of a tile see."""
+        return (2 * self.block_m + 4) * 4 if self.ranged else 0
 
     @property
     def parts(self) -> int:
@@ -82,7 +88,8 @@ class Tiling:
         # dS of two tiles, or dS and P of one.
         ds = self.block_n * self.block_m * (2 + 4 if self.wide else 2 * 2)
         sums = 4 * (CONSUMERS * ROWS * BOX if self.wide else self.block_m * self.columns)
-        rows = self.query_stages * 2 * self.block_m * 4
+        rows = self.query_stages * (2 * self.block_m * 4 + self.range_bytes)
+        rows += 128 if self.ranged else 0  # their alignment
         barriers = 8 * (1 + 2 * self.query_stages + 2 * self.grad_stages + (0 if self.wide else 4))
         return ceil((owned + walked + ds + sums + rows + barriers) / 1024) * 1024
 
@@ -92,7 +99,7 @@ class Tiling:
 
     def workspace_bytes(self, problem: Problem) -> int:
         """LSE and delta of every row of every tile, its sums of dQ, and how many tiles of keys have added to them."""
-        rows = self.block_m * 4 * 2
+        rows = self.block_m * 4 * 2 + self.range_bytes
         return self.tiles(problem) * (rows if self.whole else rows + self.block_m * 4 * self.columns + 4 * self.parts)
 
 
@@ -123,13 +130,14 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
             f"head_dim {LARGEST_HEAD_DIM}",
             LARGEST_HEAD_DIM,
         )
-    if problem.mask is not None and problem.mask.tensor is not None:
-        return Rejection(f"there is {problem.mask}", "no mask tensor")
+    if (refusal := _refuse_mask(problem.mask or MaskKind(), deterministic)) is not None:
+        return refusal
     if not problem.bulk or problem.alignment < VECTOR_BYTES:
         return Rejection("tensor maps cannot describe the tensors", "rows that start on 16 bytes")
     tiling = next(tiling for tiling in TILINGS if problem.head_dim <= tiling.columns)
     if _has_many_queries(problem) and not _is_whole(problem, tiling):
         tiling = MANY_QUERIES
+    tiling = replace(tiling, ranged=problem.mask is not None and problem.mask.tensor == "int32")
     ctas = max(gradients_grid(problem, tiling)[0], tiling.tiles(problem))
     if ctas > MAX_GRID_X:
         return Rejection(f"{ctas} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
@@ -141,8 +149,19 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
     return replace(tiling, in_order=deterministic)
 
 
+def _refuse_mask(mask: MaskKind, deterministic: bool) -> Rejection | None:
+    """Why the kernel does not compute a call with a mask tensor."""
+    if mask.tensor == "int32" and deterministic:
+        return Rejection(f"there is {mask}: tiles of keys that add to dQ are not counted", "any order")
+    if mask.tensor in (None, "int32") or (mask.tensor == "bool" and not mask.per_query):
+        return None
+    return Rejection(f"there is {mask}", "ranges of keys, or booleans that are the same for all queries")
+
+
 def _has_many_queries(problem: Problem) -> bool:
     """Whether MANY_QUERIES is the faster tiling."""
+    if problem.mask is not None and (problem.mask.softcap or problem.mask.tensor is not None):
+        return False
     columns = WIDTHS[bisect_left(WIDTHS, problem.head_dim)]
     many = MANY if problem.causal is None else MANY_CAUSAL
     return columns == MANY_QUERIES.columns and problem.seqlen_q >= many and not problem.dropout
@@ -195,6 +214,7 @@ def prepare(problem: Problem, tiling: Tiling) -> KernelSpec:
         "BLOCK_M": tiling.block_m,
         "SUMS": 0 if tiling.whole else tiling.block_m * tiling.columns,
         "THREADS": THREADS,
+        **({"RANGED": BOOLEAN[True]} if tiling.ranged else {}),
     }
     return _spec("prepare", "prepare", arguments, THREADS, tiling)
 
@@ -209,6 +229,7 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
         "QUERY_STAGES": tiling.query_stages,
         "GRAD_STAGES": tiling.grad_stages,
         "IN_ORDER": BOOLEAN[tiling.in_order],
+        "MASK": CPP_TYPE[mask.tensor],
         "LEFT": BOOLEAN[mask.left],
         "RIGHT": BOOLEAN[mask.right or problem.causal is not None],
         "SOFTCAP": BOOLEAN[mask.softcap],
@@ -225,7 +246,7 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
     return _spec(
         *(*source, arguments, 128 * (1 + CONSUMERS), tiling, problem.dropout),
         shared_bytes=tiling.shared_bytes,
-        local_memory=DROPOUT_SPILLS if problem.dropout else MANY_QUERIES_SPILL if tiling.block_m % BOX else "",
+        local_memory=SPILLS if problem.dropout or mask != MaskKind() or tiling.block_m % BOX else "",
         tensor_maps=tuple(TensorMap(name, rows, BOX) for name, rows in boxes),
     )
 
@@ -250,7 +271,7 @@ def gradients_grid(problem: Problem, tiling: Tiling) -> Grid:
 def catalogue(target: str) -> list[KernelSpec]:
     """Configurations for `target`: head dimensions, types and masks, a few of each."""
     specs: dict[KernelSpec, None] = {}
-    for head_dim, dtype, causal, seqlen_k, dropout in (
+    plain: tuple[tuple[int, DType, Causal | None, int, bool], ...] = (
         *((64, "float16", None, 2048, False), (128, "bfloat16", "upper_left", 2048, False)),
         (128, "float16", None, 2048, False),
         *((72, "float16", None, 2048, False), (192, "float16", None, 2048, False)),
@@ -259,9 +280,21 @@ def catalogue(target: str) -> list[KernelSpec]:
         *((256, "bfloat16", "upper_left", 2048, False), (64, "bfloat16", None, 128, False)),
         *((64, "float16", None, 2048, True), (128, "bfloat16", "upper_left", 2048, True)),
         *((256, "float16", None, 2048, True), (128, "float16", "upper_left", 128, True)),
-    ):
+    )
+    masked: tuple[tuple[int, DType, Causal | None, int, bool, MaskKind], ...] = (
+        (64, "float16", "upper_left", 2048, False, MaskKind(left=True)),
+        (128, "bfloat16", None, 2048, False, MaskKind(left=True, right=True, softcap=True, alibi=True)),
+        (64, "bfloat16", None, 2048, True, MaskKind(softcap=True)),
+        (128, "float16", "upper_left", 2048, False, MaskKind("int32", per_batch=True, per_query=True)),
+        (64, "float16", None, 2048, False, MaskKind("int32", per_batch=True, per_query=True)),
+        (64, "bfloat16", None, 2048, False, MaskKind("bool", per_batch=True)),
+        (64, "float16", None, 128, False, MaskKind("bool", per_batch=True, alibi=True)),
+        (256, "float16", None, 2048, False, MaskKind("int32", softcap=True, per_query=True)),
+        (192, "bfloat16", "upper_left", 2048, False, MaskKind("bool", left=True)),
+    )
+    for head_dim, dtype, causal, seqlen_k, dropout, mask in (*((*one, None) for one in plain), *masked):
         sizes = 4, 32, 8, 2048, seqlen_k, head_dim
-        problem = Problem(*sizes, dtype, causal=causal, target=target, dropout=dropout)  # type: ignore[arg-type]
+        problem = Problem(*sizes, dtype, causal=causal, mask=mask, target=target, dropout=dropout)
         tiling = choose(problem)
         if isinstance(tiling, Tiling):
             kernels = prepare(problem, tiling), gradients(problem, tiling), finish(problem, tiling)

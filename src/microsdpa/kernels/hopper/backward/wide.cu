@@ -15,16 +15,16 @@
 
 namespace microsdpa::hopper::backward {
 
-// HEAD_DIM, IN_ORDER and LEFT to ALIBI: as in kernel.cu.
-template <typename T, int HEAD_DIM, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool LEFT, bool RIGHT, bool SOFTCAP,
-          bool ALIBI, typename DROPOUT = NoDropout>
+// HEAD_DIM, IN_ORDER and MASK to ALIBI: as in kernel.cu.
+template <typename T, int HEAD_DIM, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, typename MASK, bool LEFT,
+          bool RIGHT, bool SOFTCAP, bool ALIBI, typename DROPOUT = NoDropout>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     gradients_wide(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given,
                    const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
                    const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap grad_out,
                    const __grid_constant__ TensorMap grad_key, const __grid_constant__ TensorMap grad_value) {
-  using C = WideTiles<T, HEAD_DIM, QUERY_STAGES, GRAD_STAGES>;
-  using M = Scoring<LEFT, RIGHT, SOFTCAP, ALIBI>;
+  using C = WideTiles<T, HEAD_DIM, QUERY_STAGES, GRAD_STAGES, is_range<MASK>>;
+  using M = Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>;
   using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2, true>::Type;
   const BackwardParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.forward.call;
@@ -33,7 +33,11 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   init_barriers<C>(shared);
   __syncthreads();
 
-  const Walk<C, M, IN_ORDER> walk(params);
+  Walk<C, M, IN_ORDER> walk(params);
+  if constexpr (M::HIDES_KEYS || M::RANGED) {
+    grid_dependency_wait();
+    walk.narrow(params.forward);
+  }
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -52,14 +56,14 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     }
   } else if (warpgroup == 1) {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if constexpr (Drop::ANY || M::ALIBI) grid_dependency_wait();  // the seed was drawn ahead, slopes may have been
+    if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // a seed was drawn ahead
     ValueConsumer<C, M, IN_ORDER, Drop> consumer(shared, params.forward, walk, 0, Drop(given));
     consumer.run();
     grid_dependency_wait();
     consumer.finish(grad_value);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if constexpr (Drop::ANY || M::ALIBI) grid_dependency_wait();  // the seed was drawn ahead, slopes may have been
+    if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // a seed was drawn ahead
     KeyConsumer<C, M, IN_ORDER, Drop> consumer(shared, params.forward, walk, 1, Drop(given));
     consumer.run();
     grid_dependency_wait();

@@ -79,7 +79,7 @@ template <typename C, typename M, bool IN_ORDER, typename Drop>
 struct ValueConsumer : WideConsumer<C, M, IN_ORDER, Drop> {
   using Base = WideConsumer<C, M, IN_ORDER, Drop>;
   using Base::Base, Base::call, Base::drop, Base::grad_state, Base::query_state, Base::shared, Base::sums, Base::thread;
-  using Base::masks, Base::walk;
+  using Base::walk;
   using typename Base::Part, typename Base::Products, typename Base::Rounded;
   static constexpr int BLOCK_M = C::BLOCK_M;
   Products s;
@@ -93,10 +93,10 @@ struct ValueConsumer : WideConsumer<C, M, IN_ORDER, Drop> {
   template <bool LAST>
   __device__ __forceinline__ void step(int turn, const Turn& at) {
     const int query_stage = query_state.stage, grad_stage = grad_state.stage;
-    const float slope = slope_of<M>(masks, walk.batch, at.head);
+    const OfHead<M> of_head(*this, at.head);
     Products p;
     Rounded rounded;
-    weigh<M>(*this, p, rounded, query_stage, at.tile * BLOCK_M, slope);
+    weigh<M>(*this, p, rounded, query_stage, at.tile * BLOCK_M, of_head);
     if constexpr (Drop::ANY) drop.next.mark(p);
     release(shared.query_empty[query_stage]);
     auto* to = reinterpret_cast<float4*>(shared.p) + thread;
