@@ -134,7 +134,7 @@ def _own_gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[grad
         code = told.pop() if told else Options(causal).code
         options = Options(causal=nodes._CAUSAL[code], scale=scale, enable_gqa=True)
         out, sums = forward.attend((q, k, v), NO_TENSORS, options, True)
-        rest = nodes.sparse(q.device), *nodes.nothing(q.device)[1:]
+        rest = nodes.sparse(q.device)[0], *nodes.nothing(q.device)[1:]
         return out, sums.unsqueeze(3), None, None, code, k.shape[2], *rest
 
     def compute(of: gradients.Gradient) -> list[torch.Tensor]:

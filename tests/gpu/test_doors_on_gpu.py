@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import microsdpa
-from microsdpa.evidence.inputs import Case, make, make_masks
-from microsdpa.execution import forward, new_sizes, nodes
+from microsdpa.evidence import training
+from microsdpa.evidence.inputs import Case, documents, make, make_masks
+from microsdpa.execution import forward, gradients, new_sizes, nodes
 from microsdpa.runtime import launcher
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +56,56 @@ def test_a_warm_call_that_takes_gradients_runs_no_python_below_its_node(
         assert out.stride() == expected.stride()  # type: ignore[union-attr]
     grads = torch.autograd.grad(second.sum(), leaves)  # type: ignore[union-attr]
     assert all(bool(g.isfinite().all()) for g in grads)
+
+
+OWN_CALLS = {
+    "short": Case(1, 8, 512, 512, 64),
+    "long, causal": Case(2, 8, 2048, 2048, 128, heads_kv=2, dtype="bfloat16", causal="upper_left"),
+    "lower right": Case(1, 8, 300, 512, 64, layout="bshd", causal="lower_right", scale=0.3),
+    "padding": Case(4, 8, 700, 700, 64, masks=("padding",)),
+    "documents": Case(2, 8, 900, 900, 64, masks=("documents",), causal="upper_left"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CALLS)
+def test_gradients_of_this_library_behind_a_node_run_no_python_either(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only on Hopper this library's gradients are the faster ones")
+    case = OWN_CALLS[name]
+    tensors = make(case, "cuda")
+    weight = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(5)).to(tensors[0])
+    masks = make_masks(case, "cuda")
+    if "documents" in case.masks:
+        masks = {"document_ids": tuple(ids.cuda() for ids in documents(case))}
+    exact, plain = training.expected(case, tensors, weight)
+    leaves = tuple(t.requires_grad_() for t in tensors)
+    attend = functools.partial(
+        microsdpa.sdpa, causal=case.causal, scale=case.scale, enable_gqa=case.kv_heads != case.heads, **masks
+    )
+    made: list[Any] = []
+    compute = gradients.compute
+    monkeypatch.setattr(gradients, "compute", lambda of: made.append(of) or compute(of))
+    for _ in range(2):
+        out = attend(*leaves)
+        assert type(out.grad_fn).__name__ == "ScaledDotProductCudnnAttentionBackward0"
+        found = torch.autograd.grad(out, leaves, weight)
+        assert training.check(found, exact, plain)[1] == ""
+        assert len(made) == 1, "a warm backward pass came to Python"
+        assert [g.stride() for g in found] == [t.stride() for t in leaves]
+    with torch.autograd.graph.save_on_cpu():
+        out = attend(*leaves)
+    assert training.check(torch.autograd.grad(out, leaves, weight), exact, plain)[1] == ""
+    # Where the same bits are asked for when the backward pass runs, these kernels give them.
+    out = attend(*leaves)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (torch.autograd.grad(out, leaves, weight, retain_graph=True) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, first, second))
+    assert training.check(first, exact, plain)[1] == ""
 
 
 def test_a_node_runs_on_the_current_stream_and_is_captured() -> None:

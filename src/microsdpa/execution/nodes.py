@@ -5,14 +5,16 @@ torch's operators for its cuDNN and flash attention record such nodes. Each of t
 records the node: torch's own calls, whose tensors are on a GPU, never reach the kernel. So the forward pass runs no Python.
 
 The backward pass is torch's, or this library's where that is the faster one. Then the node is cuDNN's too, and has a
-sparse tensor where torch has a random state. torch has no kernel of the backward operator for sparse tensors; the one
-that is registered here gets such calls alone.
+sparse tensor where torch has a random state. torch has no kernels of the backward operator for sparse tensors; those
+that are registered here get such calls alone. One is the launcher's. Calls that it has no plan for come to the other
+one, by a sparse tensor of another layout.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -43,8 +45,8 @@ _NUMBERS = {CUDNN: 1, FLASH: 2, OWN: 3}
 OWN_MASKS = torch.bool, torch.int32
 """Types of masks that such a node has: booleans, and the ends of the keys that a query sees."""
 BACKEND = "PrivateUse3"
-SPARSE = "SparseCUDA"
-"""The dispatch key of calls that have a sparse tensor on a GPU."""
+SPARSE, SPARSE_ROWS = "SparseCUDA", "SparseCsrCUDA"
+"""Dispatch keys of calls that have a sparse tensor on a GPU: one of coordinates, and one of compressed rows."""
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that nothing but this library looks at."""
 _OUTPUTS = (
@@ -323,16 +325,25 @@ def _set_up(device: torch.device) -> bool:
         return False
     state, scalar, _ = nothing(device)  # kept for ever
     with torch.inference_mode(False):
-        own = _handle(sparse(device)) if OWN in calls() and register_backward() else 0
-        launcher.set_node_constants(device.index, state.data_ptr(), scalar.data_ptr(), own)
+        own = [0, 0]
+        if OWN in calls():
+            launcher.register_own_gradients(SPARSE)
+            register_backward(SPARSE_ROWS)
+            own = [_handle(tensor) for tensor in sparse(device)]
+        launcher.set_node_constants(device.index, state.data_ptr(), scalar.data_ptr(), *own)
     return True
 
 
-def sparse(device: torch.device) -> torch.Tensor:
-    """A sparse tensor without elements: it stands for a random state where the gradient is this library's."""
-    return torch.sparse_coo_tensor(
-        torch.empty(1, 0, dtype=torch.int64, device=device), torch.empty(0, device=device), (1,), check_invariants=True
-    )
+def sparse(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse tensors without elements: they stand for a random state where the gradient is this library's."""
+    index, values = torch.zeros(1, 0, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+    rows = torch.zeros(2, dtype=torch.int64, device=device)
+    with warnings.catch_warnings():  # that such tensors are new to torch, and that their numbers are not checked
+        warnings.simplefilter("ignore")
+        return (
+            torch.sparse_coo_tensor(index, values, (1,), check_invariants=False),
+            torch.sparse_csr_tensor(rows, index[0], values, (1, 1), check_invariants=False),
+        )
 
 
 def _handle(tensor: torch.Tensor) -> int:
@@ -344,8 +355,8 @@ def _handle(tensor: torch.Tensor) -> int:
 
 
 @functools.cache
-def register_backward(key: str = SPARSE) -> torch.library.Library:
-    """Register own_gradients() for calls with a sparse tensor; it is registered as long as the library is kept."""
+def register_backward(key: str) -> torch.library.Library:
+    """Register own_gradients() for a dispatch key, as long as the library is kept."""
     library = torch.library.Library("aten", "IMPL")
     library.impl(BACKWARD, own_gradients, key)
     return library
@@ -369,7 +380,7 @@ def own_gradients(
     *rest: Any,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """BACKWARD of a call whose gradient is this library's.
+    """BACKWARD of a call whose gradient is this library's, and which has no plan for it: it has one behind this.
 
     `rest` has its mask for a bias, and the code of its options for a number of queries.
 

@@ -19,4 +19,8 @@ inline Node recorded_as(std::int64_t node) { return node == OWN_NODE ? CUDNN_NOD
 ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap,
                 Node* node = nullptr);
 
+// Launches the plan of a call for gradients; false when there is none. `given` are addresses of what is in no key: LSE
+// and gradients, 0 for those that there are not.
+bool differentiate(const Arguments& arguments, const std::uintptr_t (&given)[OPERANDS], Optional<double> scale);
+
 }  // namespace microsdpa

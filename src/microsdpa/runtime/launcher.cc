@@ -71,6 +71,30 @@ ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> s
 
 namespace {
 
+// A call for gradients, with the kernels that it needs beside the tensors in its key; false for one that no plan can be
+// for. `given`: as in differentiate().
+bool parse_gradients(const Arguments& arguments, const std::uintptr_t (&given)[OPERANDS], Call& call) {
+  if (!parse(arguments, call)) return false;
+  for (int i = LSE; i < OPERANDS; ++i) {
+    if (given[i]) call.addresses[i] = given[i], call.key.options |= std::int64_t(1) << (32 + i);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool differentiate(const Arguments& arguments, const std::uintptr_t (&given)[OPERANDS], Optional<double> scale) {
+  Call call;
+  if (!parse_gradients(arguments, given, call)) return false;
+  const Factors factors = factors_of(arguments, scale, {});
+  const std::shared_ptr<const Plan> plan = factors.valid() ? plans().find(call.key) : nullptr;
+  if (!plan) return false;
+  launch_kernels(*plan, call, factors);
+  return true;
+}
+
+namespace {
+
 // attend() for a call whose further numbers are known.
 ffi::Any attend_with(const Arguments& arguments, ffi::AnyView lse, const Factors& factors) {
   Call call;
@@ -240,14 +264,7 @@ struct GivenGradients {
     }
   }
 
-  // The call, with the kernels that it needs beside the tensors in its key; false for one that no plan can be for.
-  bool parse(Call& call) const {
-    if (!microsdpa::parse(given.arguments, call)) return false;
-    for (int i = LSE; i < OPERANDS; ++i) {
-      if (addresses[i]) call.addresses[i] = addresses[i], call.key.options |= std::int64_t(1) << (32 + i);
-    }
-    return true;
-  }
+  bool parse(Call& call) const { return parse_gradients(given.arguments, addresses, call); }
 };
 
 // Launches the plan of a call for gradients; false when there is none. `dropout` is null for none.
@@ -319,7 +336,7 @@ std::shared_ptr<const Plan> register_plan(Integers integers, const ffi::Bytes& p
 }
 
 bool parse_call(ffi::PackedArgs args, Call& call) { return parse(GivenCall(args).arguments, call); }
-bool parse_gradients(ffi::PackedArgs args, Call& call) { return GivenGradients(args).parse(call); }
+bool parse_given_gradients(ffi::PackedArgs args, Call& call) { return GivenGradients(args).parse(call); }
 
 // `parse` reads the arguments behind numbers and params as sdpa() or gradients() does.
 template <typename Parse>
@@ -463,13 +480,14 @@ MICROSDPA_EXPORT_PACKED(gradients_dropped, gradients_dropped(packed))
 MICROSDPA_EXPORT_PACKED(register_plan, (only_register(packed, parse_call), nullptr))
 MICROSDPA_EXPORT_PACKED(register_and_launch, register_and_launch(packed))
 MICROSDPA_EXPORT_PACKED(register_sized, register_sized(packed))
-MICROSDPA_EXPORT_PACKED(register_gradients, (only_register(packed, parse_gradients), nullptr))
+MICROSDPA_EXPORT_PACKED(register_gradients, (only_register(packed, parse_given_gradients), nullptr))
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(direct_function, direct_function);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(primary_context, primary_context);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(play, play);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rethrow_exchange_failure, rethrow_exchange_failure);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_nodes, register_nodes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_own_gradients, register_own_gradients);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_node_constants, set_node_constants);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect_node, expect_node);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect_no_node, expect_no_node);

@@ -123,10 +123,14 @@ False when no plan is registered for the call.
 """
 
 set_node_constants = _library.set_node_constants
-"""set_node_constants(device, state, scalar, own): addresses of two uint64 and an int64 on a device, kept for ever.
+"""set_node_constants(device, state, scalar, own, unplanned): what nodes have on a device.
 
-`own` is a handle of the sparse tensor of nodes.py, or 0. The launcher takes it.
+These are addresses of two uint64 and an int64, kept for ever, and handles of the sparse tensors of nodes.py, or 0. The
+launcher takes these.
 """
+
+register_own_gradients = _library.register_own_gradients
+"""register_own_gradients(key): the kernel of gradients behind cuDNN's node, for a dispatch key of torch's."""
 
 
 def register_nodes(backend: str, cudnn: str | None, flash: str | None, plain: int, causal: int) -> bool:

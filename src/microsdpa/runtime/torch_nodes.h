@@ -2,8 +2,9 @@
 // and the backward pass torch's. nodes.py registers them, for a backend that no tensor is on, and calls the operators.
 //
 // The backward pass may also be this library's: its node is cuDNN's, with a sparse tensor for the random state. So
-// torch's dispatcher looks for the backward operator's kernel of sparse tensors, which nodes.py has registered. That
-// kernel finds the code of the call's options where the node has a number of queries, which it does not need.
+// torch's dispatcher looks for the backward operator's kernel of sparse tensors, which is own_gradients(). It finds the
+// code of the call's options where the node has a number of queries, which it does not need. A call without a plan goes
+// on to the kernel of sparse tensors of another layout, which nodes.py has registered.
 #pragma once
 
 #include <algorithm>
@@ -35,13 +36,29 @@ inline ExpectedCall& expected_call() {
 // Codes of the options of a call that nothing more was said of, without and with a causal mask.
 inline std::atomic<std::int64_t> plain_options{0}, causal_options{0};
 
-// Random state and mask of the dropout that there is not, on each device, and the sparse tensor that stands for the
+// Random state and mask of the dropout that there is not, on each device, and the sparse tensors that stand for the
 // state where the gradient is this library's, or null; nothing writes to them.
 struct NodeConstants {
-  TorchTensor state, scalar, empty, own;
+  TorchTensor state, scalar, empty, own, unplanned;
 };
 constexpr int MAX_DEVICES = 64;
 inline std::atomic<const NodeConstants*> node_constants[MAX_DEVICES];
+
+// Types of operands and masks; any other one is said to be opaque.
+inline DLDataType type_of(std::int32_t torch_type) {
+  switch (torch_type) {
+    case TORCH_HALF:
+      return {kDLFloat, 16, 1};
+    case TORCH_BFLOAT16:
+      return {kDLBfloat, 16, 1};
+    case TORCH_BOOL:
+      return {kDLBool, 8, 1};
+    case TORCH_INT32:
+      return {kDLInt, 32, 1};
+    default:
+      return {kDLOpaqueHandle, 16, 1};
+  }
+}
 
 // A tensor of torch's as DLPack describes it, without a reference; it must live as long.
 struct TorchView {
@@ -59,9 +76,7 @@ struct TorchView {
     TorchShim::check(torch.get_device_index(handle, &index), "get_device_index");
     tensor.ndim = static_cast<std::int32_t>(rank);
     tensor.device = {device_type == TORCH_CUDA ? kDLCUDA : kDLCPU, index};
-    const bool known = dtype == TORCH_HALF || dtype == TORCH_BFLOAT16;
-    const auto code = dtype == TORCH_BFLOAT16 ? kDLBfloat : kDLFloat;
-    tensor.dtype = {static_cast<std::uint8_t>(known ? code : kDLOpaqueHandle), 16, 1};
+    tensor.dtype = type_of(dtype);
   }
 };
 
@@ -177,7 +192,8 @@ inline void attend_node(TorchValue* stack, NodeCall call, Node node, int lse_ran
   for (int i = 0; i < 3; ++i) TorchShim::check(torch.new_handle(shared[i], held[i].place()), "new_tensor_handle");
   stack[0] = value_of(out.release()), stack[1] = value_of(lse.release());
   stack[2] = value_of(absent[0].release()), stack[3] = value_of(absent[1].release());
-  stack[4] = static_cast<TorchValue>(own ? options : q.shape[2]), stack[5] = static_cast<TorchValue>(key.tensor.shape[2]);
+  stack[4] = static_cast<TorchValue>(own ? options : q.shape[2]),
+  stack[5] = static_cast<TorchValue>(key.tensor.shape[2]);
   for (int i = 0; i < 3; ++i) stack[6 + i] = value_of(held[i].release());
 }
 
@@ -198,6 +214,112 @@ inline void flash_node(TorchValue* stack, std::uint64_t, std::uint64_t) {
       stack,
       {taken(stack[0]), taken(stack[1]), taken(stack[2]), OwnedTensor(), bool_of(stack[4]), take_scale(stack[6])},
       FLASH_NODE, 3, &NodeConstants::state);
+}
+
+constexpr char CUDNN_BACKWARD[] = "_scaled_dot_product_cudnn_attention_backward";
+
+// Memory for the gradient of an operand, in its memory order.
+inline OwnedTensor like(const TorchShim& torch, TorchTensor operand, const DLTensor& view) {
+  std::int64_t strides[4];
+  dense_strides(view, strides);
+  std::int32_t dtype;
+  OwnedTensor found;
+  TorchShim::check(torch.get_dtype(operand, &dtype), "get_dtype");
+  TorchShim::check(torch.empty_strided(4, view.shape, strides, dtype, TORCH_CUDA, view.device.device_id, found.place()),
+                   "allocating a gradient");
+  return found;
+}
+
+// Whether torch is to give the same bits each time: it is asked where its symbols are as they were.
+inline bool wants_same_bits(bool& known) {
+  using Context = void;
+  static const auto context = reinterpret_cast<Context* (*)()>(dlsym(RTLD_DEFAULT, "_ZN2at13globalContextEv"));
+  static const auto asked =
+      reinterpret_cast<bool (*)(Context*)>(dlsym(RTLD_DEFAULT, "_ZNK2at7Context23deterministicAlgorithmsEv"));
+  known = context && asked;
+  return known && asked(context());
+}
+
+// Places in the arguments of _scaled_dot_product_cudnn_attention_backward.
+enum BackwardArgument { GIVEN_LSE = 5, GIVEN_STATE, GIVEN_BIAS = 8, GIVEN_CODE = 11, GIVEN_SCALE = 15 };
+
+// Gradients of query, key and value by the plan that there is for a call; false where there is none. The LSE has a
+// dimension more than the call's.
+inline bool differentiate_node(const TorchShim& torch, const TorchValue* stack, Optional<double> scale,
+                               OwnedTensor (&found)[3]) {
+  // Of a call of no kernel in particular: causal, and whether heads share keys, which a plan for gradients always may.
+  constexpr std::int64_t CAUSAL_BITS = 3, SHARED_BIT = 4;
+  const auto code = static_cast<std::int64_t>(stack[GIVEN_CODE]);
+  bool known, masked;
+  if (wants_same_bits(known) || !known || (code & ~(CAUSAL_BITS | SHARED_BIT))) return false;
+  std::int32_t device_type;
+  TorchShim::check(torch.get_device_type(tensor_of(stack[1]), &device_type), "get_device_type");
+  if (device_type != TORCH_CUDA) return false;
+  Arguments arguments;
+  arguments.options = (code & CAUSAL_BITS) | SHARED_BIT;
+  const TorchView grad(torch, tensor_of(stack[0])), query(torch, tensor_of(stack[1])), key(torch, tensor_of(stack[2]));
+  const TorchView value(torch, tensor_of(stack[3])), out(torch, tensor_of(stack[4]));
+  const TorchView lse(torch, tensor_of(stack[GIVEN_LSE]));
+  const DLTensor& dense = lse.tensor;
+  if (dense.ndim != 4 || grad.tensor.ndim != 4 || (grad.tensor.strides[3] != 1 && grad.tensor.shape[3] > 1))
+    return false;
+  if (dense.strides[2] != 1 || dense.strides[1] != dense.shape[2]) return false;
+  if (dense.strides[0] != dense.shape[1] * dense.shape[2]) return false;
+  arguments.tensors[QUERY] = &query.tensor, arguments.tensors[KEY] = &key.tensor;
+  arguments.tensors[VALUE] = &value.tensor, arguments.tensors[OUT] = &out.tensor;
+  arguments.tensors[GRAD_OUT] = &grad.tensor;
+  TorchShim::check(torch.is_defined(tensor_of(stack[GIVEN_BIAS]), &masked), "is_defined");
+  Optional<TorchView> mask;
+  if (masked) mask = TorchView(torch, tensor_of(stack[GIVEN_BIAS])), arguments.tensors[MASK] = &mask.value().tensor;
+
+  std::uintptr_t given[OPERANDS]{};
+  given[LSE] = address(dense);
+  const TorchView* operands[] = {&query, &key, &value};
+  for (int i = 0; i < 3; ++i) {
+    OwnedTensor memory = like(torch, tensor_of(stack[1 + i]), operands[i]->tensor);
+    given[GRAD_QUERY + i] = address(TorchView(torch, memory.get()).tensor);
+    *found[i].place() = memory.release();
+  }
+  CurrentStream current(torch, query.tensor.device);
+  return differentiate(arguments, given, scale);
+}
+
+// _scaled_dot_product_cudnn_attention_backward of a node whose gradient is this library's.
+inline void own_gradients(TorchValue* stack, std::uint64_t, std::uint64_t) {
+  const TorchShim& torch = *TorchShim::get();
+  TorchValue bits = 0;
+  const bool scaled = take_optional(stack[GIVEN_SCALE], bits);
+  double scale = 0.0;
+  std::memcpy(&scale, &bits, sizeof(scale));
+  OwnedTensor found[3];
+  if (differentiate_node(torch, stack, scaled ? Optional<double>(scale) : Optional<double>(), found)) {
+    for (int i = 0; i < 11; ++i) torch.delete_tensor(tensor_of(stack[i]));
+    for (int i = 0; i < 3; ++i) stack[i] = value_of(found[i].release());
+    return;
+  }
+  std::int32_t device;
+  TorchShim::check(torch.get_device_index(tensor_of(stack[1]), &device), "get_device_index");
+  const NodeConstants* constants = device >= 0 && device < MAX_DEVICES ? node_constants[device].load() : nullptr;
+  if (!constants || !constants->unplanned) throw std::runtime_error("no node of this device has such a gradient");
+  torch.delete_tensor(tensor_of(stack[GIVEN_STATE]));
+  TorchTensor state;
+  TorchShim::check(torch.new_handle(constants->unplanned, &state), "new_tensor_handle");
+  stack[GIVEN_STATE] = value_of(state), stack[GIVEN_SCALE] = scaled ? optional_value(scale) : 0;
+  const std::string name = std::string("aten::") + CUDNN_BACKWARD;
+  TorchShim::check(torch.call_dispatcher(name.c_str(), "", stack, TORCH_ABI), CUDNN_BACKWARD);
+}
+
+// Registers the kernel for nodes whose gradient is this library's under a dispatch key of torch's.
+inline void register_own_gradients(ffi::String key) {
+  static void* library = nullptr;  // for the life of the process
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (library) return;
+  const TorchShim& torch = *TorchShim::get();
+  guarded([&] {
+    TorchShim::check(torch.library_init("aten", key.c_str(), __FILE__, __LINE__, &library), "library_init_impl");
+    TorchShim::check(torch.library_impl(library, CUDNN_BACKWARD, own_gradients, TORCH_ABI), "torch_library_impl");
+  });
 }
 
 // Registers the kernels under a dispatch key of torch's for those of the operators that are named; false where the
@@ -225,8 +347,9 @@ inline bool register_nodes(ffi::String key, Optional<ffi::String> cudnn, Optiona
 }
 
 // Sets up a device: addresses of two random numbers and of one, in its memory, which the caller keeps for ever, and a
-// handle of the sparse tensor of NodeConstants, or 0, which becomes this library's.
-inline void set_node_constants(std::int64_t device, std::int64_t state, std::int64_t scalar, std::int64_t own) {
+// handles of the sparse tensors of NodeConstants, or 0, which become this library's.
+inline void set_node_constants(std::int64_t device, std::int64_t state, std::int64_t scalar, std::int64_t own,
+                               std::int64_t unplanned) {
   TVM_FFI_CHECK(device >= 0 && device < MAX_DEVICES, ValueError)
       << "device: expected one below " << MAX_DEVICES << ", got " << device;
   constexpr std::int32_t INT64 = 4, UINT64 = 29;
@@ -244,7 +367,7 @@ inline void set_node_constants(std::int64_t device, std::int64_t state, std::int
     TorchShim::check(torch.tensor_from_blob(reinterpret_cast<void*>(scalar), 1, &none, &unit, 0, TORCH_FLOAT,
                                             TORCH_CUDA, index, &found.empty),
                      "create_tensor_from_blob");
-    found.own = reinterpret_cast<TorchTensor>(own);
+    found.own = reinterpret_cast<TorchTensor>(own), found.unplanned = reinterpret_cast<TorchTensor>(unplanned);
     node_constants[device].store(new NodeConstants(found));
   });
 }

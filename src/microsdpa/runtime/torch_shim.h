@@ -16,7 +16,8 @@ using TorchValue = std::uint64_t;               // StableIValue: a number, or th
 using TorchKernel = void (*)(TorchValue* stack, std::uint64_t arguments, std::uint64_t results);
 
 constexpr std::uint64_t TORCH_ABI = std::uint64_t(2) << 56 | std::uint64_t(11) << 48;  // of torch 2.11
-constexpr std::int32_t TORCH_HALF = 5, TORCH_FLOAT = 6, TORCH_BOOL = 11, TORCH_BFLOAT16 = 15, TORCH_CUDA = 1;
+constexpr std::int32_t TORCH_INT32 = 3, TORCH_HALF = 5, TORCH_FLOAT = 6, TORCH_BOOL = 11, TORCH_BFLOAT16 = 15,
+                       TORCH_CUDA = 1;
 
 class TorchShim {
  public:
@@ -44,6 +45,7 @@ class TorchShim {
                                    std::int32_t, std::int32_t, std::int32_t, TorchTensor*);
   std::int32_t (*new_handle)(TorchTensor, TorchTensor*);
   std::int32_t (*new_undefined)(TorchTensor*);
+  std::int32_t (*is_defined)(TorchTensor, bool*);
   std::int32_t (*delete_tensor)(TorchTensor);
   std::int32_t (*current_stream)(std::int32_t, void**);
   std::int32_t (*library_init)(const char*, const char*, const char*, std::uint32_t, void**);
@@ -65,6 +67,7 @@ class TorchShim {
     load(cpu, tensor_from_blob, "aoti_torch_create_tensor_from_blob");
     load(cpu, new_handle, "aoti_torch_new_tensor_handle");
     load(cpu, new_undefined, "aoti_torch_new_uninitialized_tensor");
+    load(cpu, is_defined, "aoti_torch_is_defined");
     load(cpu, delete_tensor, "aoti_torch_delete_tensor_object");
     load(cuda, current_stream, "aoti_torch_get_current_cuda_stream");
     load(cpu, library_init, "aoti_torch_library_init_impl");

@@ -15,10 +15,10 @@ struct Consumer {
   using Part = float[(C::TRANSPOSED ? C::BLOCK_M : PART_COLUMNS) / 2];  // of dQ
   static constexpr int BLOCK_M = C::BLOCK_M, BLOCK_N = C::BLOCK_N, HEAD_DIM = C::HEAD_DIM, COLUMNS = C::COLUMNS;
   static constexpr int EIGHT_ROWS = 8 * BOX * sizeof(T);
-  // Of the large tiles some turns take more registers than there are: with WHOLE, or with dropout under a soft cap, dP is
-  // multiplied after P and not while P is made. With dropout dV is waited for ahead of dS.
+  // Of the large tiles some turns take more registers than there are: with WHOLE, mask tensors, or dropout under a soft
+  // cap, dP is multiplied after P and not while P is made. With dropout dV is waited for ahead of dS.
   static constexpr bool LARGE = BLOCK_M == 2 * ROWS, DV_AHEAD = LARGE && Drop::ANY;
-  static constexpr bool DP_BESIDE_P = !(LARGE && (C::WHOLE || (M::SOFTCAP && Drop::ANY)));
+  static constexpr bool DP_BESIDE_P = !(LARGE && (C::WHOLE || M::RANGED || M::HIDES_KEYS || (M::SOFTCAP && Drop::ANY)));
   static constexpr float LN_2 = 0.693147180559945309417f;
 
   SharedStorage<C>& shared;

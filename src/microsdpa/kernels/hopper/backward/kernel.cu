@@ -29,7 +29,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const MaskedPa
 }
 
 // HEAD_DIM: that of the call, filled up with zeros to a width of wgmma. IN_ORDER: whether sums of dQ are added in an
-// order that is always the same. MASK to ALIBI: as of Scoring. MAPS: that of dQ, where one CTA has all keys of a head, and dQ is no sum.
+// order that is always the same. MASK to ALIBI: as of Scoring. MAPS: that of dQ, where one CTA has all keys of a head,
+// and dQ is no sum.
 template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, typename MASK,
           bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI, typename DROPOUT = NoDropout, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)

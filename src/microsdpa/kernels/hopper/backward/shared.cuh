@@ -25,8 +25,7 @@ constexpr int PARTS_OF = HEAD_DIM > 2 * BOX ? PANEL_COLUMNS<HEAD_DIM> / BOX : CO
 
 // BLOCK_M queries are walked over at a time, and each consumer has 64 of the CTA's keys. WHOLE: a CTA has all keys of
 // its head, and what it makes of dQ are no parts of sums. RANGED: queries see ranges of keys.
-template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool WHOLE_,
-          bool RANGED_>
+template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool WHOLE_, bool RANGED_>
 struct Tiles {
   using T = T_;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = BLOCK_M_, BLOCK_N = ROWS * CONSUMERS;
@@ -158,8 +157,8 @@ struct Scoring {
 
 // Whether a mask of booleans, the same for all queries, shows a key.
 __device__ __forceinline__ bool shows(const MaskParams& masks, int64 batch, int64 head, int64 key) {
-  return static_cast<const bool*>(masks.mask)[batch * masks.mask_strides.batch + head * masks.mask_strides.head +
-                                              key * masks.mask_column_stride];
+  return static_cast<const bool*>(
+      masks.mask)[batch * masks.mask_strides.batch + head * masks.mask_strides.head + key * masks.mask_column_stride];
 }
 
 // What a CTA walks over: of each query head of a key head the tiles of queries that see one of its keys.
