@@ -123,7 +123,7 @@ def test_the_node_is_torchs_and_the_gradient_that_of_plain_arithmetic(
 
 
 @pytest.fixture
-def _own_gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[gradients.Gradient]]:
+def own_gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[gradients.Gradient]]:
     """This library's gradients behind cuDNN's node, by plain arithmetic, for CPU tensors: those that were asked for."""
     asked: list[gradients.Gradient] = []
     told: list[int] = []
@@ -164,7 +164,7 @@ OWN_CASES = {
 
 @pytest.mark.parametrize("name", OWN_CASES)
 def test_gradients_of_this_library_are_behind_a_node_of_torchs(
-    name: str, _own_gradients_on_cpu: list[gradients.Gradient]
+    name: str, own_gradients_on_cpu: list[gradients.Gradient]
 ) -> None:
     case, options = OWN_CASES[name]
     tensors = make(case)
@@ -176,12 +176,12 @@ def test_gradients_of_this_library_are_behind_a_node_of_torchs(
         assert out is not None
         found.append((out.detach(), *torch.autograd.grad(out, leaves, weight)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    (of,) = _own_gradients_on_cpu
+    (of,) = own_gradients_on_cpu
     assert of.causal == ("upper_left" if options.is_causal else options.causal)
     assert of.given["lse"].shape == tensors[0].shape[:3]
 
 
-def test_whoever_sees_what_such_a_node_saves_sees_tensors(_own_gradients_on_cpu: list[gradients.Gradient]) -> None:
+def test_whoever_sees_what_such_a_node_saves_sees_tensors(own_gradients_on_cpu: list[gradients.Gradient]) -> None:
     """Memory of the CPU for what is saved, a checkpoint, and gradients of gradients, which there are none of."""
     leaves = tuple(t.requires_grad_() for t in make(Case(1, 2, 20, 20, 16)))
 
@@ -200,7 +200,7 @@ def test_whoever_sees_what_such_a_node_saves_sees_tensors(_own_gradients_on_cpu:
     (first, *_) = torch.autograd.grad(attend(*leaves).sum(), leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="not implemented"):
         first.sum().backward()
-    assert len(_own_gradients_on_cpu) == 4
+    assert len(own_gradients_on_cpu) == 4
 
 
 def test_a_backward_operator_of_another_form_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
