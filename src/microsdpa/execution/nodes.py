@@ -248,7 +248,7 @@ def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
     mask = masks.attn_mask
     if mask is None or mask.dtype in OWN_MASKS:
         problem = problem_of(inputs, causal, Masks(mask).kind_in_memory)
-        if OWN in calls() and policy.beats_torch_backward(problem):
+        if OWN in calls() and options.code in _CAUSAL and policy.beats_torch_backward(problem):
             return OWN
         if mask is None and policy.is_worth_a_node(problem):
             return ""
@@ -395,7 +395,7 @@ def own_gradients(
 
 @functools.cache
 def calls() -> dict[str, tuple[Any, Any]]:
-    """Of each operator that this torch has as it was, and OWN: what calls it, and the keys of autograd and of BACKEND."""
+    """Of OWN, and of each operator that this torch has as it was: what calls it, and the keys of autograd and BACKEND."""
     key = torch._C.DispatchKey.__members__
     keys = torch._C.DispatchKeySet(key[BACKEND]) | torch._C.DispatchKeySet(key[f"Autograd{BACKEND}"])
     found: dict[str, tuple[Any, Any]] = {}

@@ -230,16 +230,6 @@ inline OwnedTensor like(const TorchShim& torch, TorchTensor operand, const DLTen
   return found;
 }
 
-// Whether torch is to give the same bits each time: it is asked where its symbols are as they were.
-inline bool wants_same_bits(bool& known) {
-  using Context = void;
-  static const auto context = reinterpret_cast<Context* (*)()>(dlsym(RTLD_DEFAULT, "_ZN2at13globalContextEv"));
-  static const auto asked =
-      reinterpret_cast<bool (*)(Context*)>(dlsym(RTLD_DEFAULT, "_ZNK2at7Context23deterministicAlgorithmsEv"));
-  known = context && asked;
-  return known && asked(context());
-}
-
 // Places in the arguments of _scaled_dot_product_cudnn_attention_backward.
 enum BackwardArgument { GIVEN_LSE = 5, GIVEN_STATE, GIVEN_BIAS = 8, GIVEN_CODE = 11, GIVEN_SCALE = 15 };
 
@@ -250,8 +240,8 @@ inline bool differentiate_node(const TorchShim& torch, const TorchValue* stack, 
   // Of a call of no kernel in particular: causal, and whether heads share keys, which a plan for gradients always may.
   constexpr std::int64_t CAUSAL_BITS = 3, SHARED_BIT = 4;
   const auto code = static_cast<std::int64_t>(stack[GIVEN_CODE]);
-  bool known, masked;
-  if (wants_same_bits(known) || !known || (code & ~(CAUSAL_BITS | SHARED_BIT))) return false;
+  bool masked;
+  if (torch.may_want_same_bits() || (code & ~(CAUSAL_BITS | SHARED_BIT))) return false;
   std::int32_t device_type;
   TorchShim::check(torch.get_device_type(tensor_of(stack[1]), &device_type), "get_device_type");
   if (device_type != TORCH_CUDA) return false;

@@ -27,6 +27,10 @@ class TorchShim {
     return shim.missing_ ? nullptr : &shim;
   }
 
+  // Whether torch.use_deterministic_algorithms(True) holds; true where this torch cannot be asked. The functions are C++'s,
+  // which the interface is not.
+  bool may_want_same_bits() const { return !context_ || !deterministic_ || deterministic_(context_()); }
+
   // torch has printed what went wrong.
   static void check(std::int32_t error, const char* call) {
     if (error) throw std::runtime_error(std::string(call) + " failed");
@@ -73,6 +77,10 @@ class TorchShim {
     load(cpu, library_init, "aoti_torch_library_init_impl");
     load(cpu, library_impl, "torch_library_impl");
     load(cpu, call_dispatcher, "torch_call_dispatcher");
+    const bool missing = missing_;
+    load(cpu, context_, "_ZN2at13globalContextEv");
+    load(cpu, deterministic_, "_ZNK2at7Context23deterministicAlgorithmsEv");
+    missing_ = missing;
   }
 
   template <typename Function>
@@ -82,6 +90,8 @@ class TorchShim {
   }
 
   bool missing_ = false;
+  void* (*context_)();
+  bool (*deterministic_)(void*);
 };
 
 // A tensor that is given back at the end of its scope.
