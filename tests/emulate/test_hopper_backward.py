@@ -14,6 +14,8 @@ from gradient_calls import Expected, check, expected
 from harness import Replacement
 
 from microsdpa.emulate.run import EmulationError, Schedule, scheduled
+from microsdpa.evidence import fuzz_check
+from microsdpa.evidence.fuzz_calls import draw
 from microsdpa.evidence.inputs import Case
 from microsdpa.execution import gradients
 from microsdpa.kernels.hopper.backward.spec import MANY_QUERIES, Tiling, choose
@@ -390,6 +392,48 @@ MUTANTS = [
         *(Case(1, 1, 140, 140, 128, causal="upper_left"), "is off"),
     ),
     Mutant(
+        *("a window begins a key later", FOLDER + "products.cuh", "last = key - of.masks.lowest - first_query;"),
+        *("last = key - of.masks.lowest - first_query - 1;", Case(1, 1, 140, 140, 64, masks=("window",)), "is off"),
+    ),
+    Mutant(
+        *("queries at the end of a window are left out", FOLDER + "shared.cuh"),
+        *("call.seqlen_k) - params.forward.masks.lowest);", "call.seqlen_k) - params.forward.masks.lowest - 64);"),
+        *(Case(1, 1, 400, 140, 64, masks=("window",)), "is off"),
+    ),
+    Mutant(
+        *("scores are capped, and their gradient is not", FOLDER + "products.cuh"),
+        *("p[4 * n + e] *= slant[e];", "(void)slant[e];", Case(1, 1, 140, 140, 64, masks=("softcap",)), "is off"),
+    ),
+    Mutant(
+        *("a slope is the first head's", FOLDER + "products.cuh", "head * of.masks.slope_head_stride];"),
+        *("0 * of.masks.slope_head_stride];", Case(1, 2, 140, 140, 64, masks=("alibi",)), "is off"),
+    ),
+    Mutant(
+        *("a key is seen that the mask hides", FOLDER + "products.cuh", "(M::HIDES_KEYS && !of_head.shown[half])"),
+        *("false", Case(3, 1, 140, 300, 64, masks=("padding",)), "is off"),
+    ),
+    Mutant(
+        *("the end of a range is among its keys", FOLDER + "products.cuh", "key >= ends.last"),
+        *("key > ends.last", Case(1, 1, 140, 300, 64, masks=("documents",)), "is off"),
+    ),
+    Mutant(
+        *("a tile of queries is left out whose ranges end among the keys", FOLDER + "shared.cuh"),
+        *(
+            "ends[1] > first_key)",
+            "ends[1] > first_key + 64)",
+            Case(1, 1, 600, 600, 64, masks=("documents",)),
+            "is off",
+        ),
+    ),
+    Mutant(
+        *("a warp does not tell the others what it has found", FOLDER + "shared.cuh"),
+        *(
+            "of_warps[warp][0] = first, of_warps[warp][1] = last;\n    __syncthreads();",
+            "of_warps[warp][0] = first, of_warps[warp][1] = last;",
+        ),
+        *(Case(1, 1, 600, 600, 64, masks=("documents",)), "race|nothing has written|off"),
+    ),
+    Mutant(
         *("P of a large head is read before it is there", FOLDER + "wide_consumer.cuh"),
         *(
             "    named_barrier_sync(P_THERE, Base::BOTH);\n",
@@ -418,8 +462,26 @@ MUTANTS = [
 ]
 
 
+def test_random_calls_have_right_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that `verify --backward --fuzz` draws, as far as these kernels compute them."""
+    emulate, made = gradients.emulate, []
+
+    def by_these(of: gradients.Gradient) -> None:
+        found = choose(of.problem(TARGET), deterministic=len(made) % 2 == 1)
+        if isinstance(found, Rejection) or "grad_slopes" in of.made:
+            emulate(of)
+        else:
+            made.append(emulate(of, found, TARGET))
+
+    monkeypatch.setattr(gradients, "emulate", by_these)
+    for call in draw(16, 11, True, ("backward",)):
+        outcome = fuzz_check.check(call, "cpu")
+        assert outcome.kind in ("passed", "refused"), outcome
+    assert len(made) >= 4
+
+
 def verdict(case: Case, deterministic: bool, schedule: Schedule, **options: Any) -> str:
-    wanted = expected(case, through_lse=True)
+    wanted = masked(case)
     for tensor in wanted.of.made.values():
         tensor.fill_(torch.nan)
     try:

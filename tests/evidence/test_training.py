@@ -14,7 +14,9 @@ def test_the_suite_has_the_shapes_that_papers_measure_and_small_ones() -> None:
     cases = suites.load(training.SUITE).cases
     assert {case.head_dim for case in cases if case.batch * case.seqlen_q == 16384} == {64, 128, 256}
     assert {Case(1, 8, 512, 512, 64), Case(4, 32, 2048, 2048, 128, heads_kv=8, causal="upper_left")} < set(cases)
-    assert {masks for case in cases for masks in case.masks} == {"padding", "softcap", "additive"}
+    assert {masks for case in cases for masks in case.masks} == {
+        *("padding", "softcap", "additive", "documents", "alibi", "window 1024")
+    }
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/backward/prepare.cu", "row = tile * BLOCK_M + row_of_tile;", ROWS),
     ("hopper/backward/prepare.cu", "head * params.grad_out_strides.head;", HEADS),
     ("hopper/backward/products.cuh", "of.walk.batch * of.call.heads + at.head,", HEADS),
+    ("hopper/backward/products.cuh", "to[i * WARPGROUP_THREADS] = make_float4(", PLACE),
     ("hopper/backward/wide_consumer.cuh", "", ROWS),
     ("hopper/backward/shared.cuh", "call.batch * call.heads_kv, params.key_heads);", HEADS),
     ("hopper/backward/shared.cuh", "first_head = head_kv * group;", HEADS),

@@ -2,7 +2,7 @@
 
 torch's operators for its cuDNN and flash attention record such nodes. Each of the two has a kernel in the launcher
 (runtime/torch_nodes.h), for a backend that no tensor is on. A call names this backend, below the one of autograd that
-records the node: torch's own calls, whose tensors are on a GPU, never reach the kernel. So the forward pass runs no Python.
+records the node: torch's own calls, whose tensors are on a GPU, never reach the kernel. So no Python runs in it.
 
 The backward pass is torch's, or this library's where that is the faster one. Then the node is cuDNN's too, and has a
 sparse tensor where torch has a random state. torch has no kernels of the backward operator for sparse tensors; those
@@ -107,10 +107,10 @@ def recorded(
         if scale is not None:
             given = (0.0, causal) if operator is FLASH else (None, True, 0.0, causal)
             found = call(keys, query, key, value, *given, scale=scale)
-        elif operator is CUDNN:
-            found = call(keys, query, key, value, None, True, 0.0, causal)
-        else:
+        elif operator is FLASH:
             found = call(keys, query, key, value, 0.0, causal)
+        else:
+            found = call(keys, query, key, value, None, True, 0.0, causal)
     except RuntimeError:
         if told:
             launcher.expect_no_node()
@@ -395,7 +395,7 @@ def own_gradients(
 
 @functools.cache
 def calls() -> dict[str, tuple[Any, Any]]:
-    """Of OWN, and of each operator that this torch has as it was: what calls it, and the keys of autograd and BACKEND."""
+    """Of OWN, and each operator that this torch has as it was: what calls it, and the keys of autograd and BACKEND."""
     key = torch._C.DispatchKey.__members__
     keys = torch._C.DispatchKeySet(key[BACKEND]) | torch._C.DispatchKeySet(key[f"Autograd{BACKEND}"])
     found: dict[str, tuple[Any, Any]] = {}
