@@ -31,6 +31,13 @@ CASES = [
     Case(2, 4, 240, 390, 128, heads_kv=2, masks=("additive",)),
     Case(1, 2, 600, 600, 96, masks=("documents",)),
     Case(3, 6, 333, 444, 128, heads_kv=2, masks=("softcap",)),
+    Case(2, 8, 1000, 900, 64, heads_kv=2, causal="upper_left", masks=("window", "softcap", "alibi", "sinks")),
+    Case(2, 4, 2500, 2300, 128, dtype="bfloat16", causal="lower_right", masks=("window",)),
+    Case(1, 4, 700, 800, 256, masks=("alibi", "softcap")),
+    Case(4, 8, 700, 900, 64, masks=("padding",)),
+    Case(3, 4, 500, 700, 192, dtype="bfloat16", masks=("padding", "sinks")),
+    Case(2, 4, 1100, 1100, 128, heads_kv=1, causal="upper_left", masks=("documents",)),
+    Case(2, 4, 900, 120, 64, masks=("documents", "softcap")),
 ]
 
 

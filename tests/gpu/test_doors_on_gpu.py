@@ -74,6 +74,7 @@ def test_gradients_of_this_library_behind_a_node_run_no_python_either(
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only on Hopper this library's gradients are the faster ones")
     case = OWN_CALLS[name]
+    launcher.forget_plans()
     tensors = make(case, "cuda")
     weight = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(5)).to(tensors[0])
     masks = make_masks(case, "cuda")
