@@ -348,7 +348,7 @@ def sparse(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _handle(tensor: torch.Tensor) -> int:
     """A handle of torch's C interface, which whoever gets it owns."""
-    (capsule,) = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([tensor])  # type: ignore[attr-defined]
+    (capsule,) = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([tensor])
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     return int(pointer(capsule, None))
@@ -357,16 +357,13 @@ def _handle(tensor: torch.Tensor) -> int:
 @functools.cache
 def register_backward(key: str) -> torch.library.Library:
     """Register own_gradients() for a dispatch key, as long as the library is kept."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(BACKWARD, own_gradients, key)
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl(BACKWARD, own_gradients, key)  # type: ignore[no-untyped-call]
     return library
 
 
-_CAUSAL: dict[int, Causal | None] = {
-    Options(is_causal, causal, enable_gqa=shared).code: "upper_left" if is_causal else causal
-    for is_causal, causal in ((False, None), (True, None), (False, "upper_left"), (False, "lower_right"))
-    for shared in (False, True)
-}
+_ALIGNMENTS: tuple[Causal | None, ...] = None, "upper_left", "lower_right"
+_CAUSAL = {Options(causal=causal, enable_gqa=shared).code: causal for causal in _ALIGNMENTS for shared in (False, True)}
 """The causal mask of a call without other options, by the code of these."""
 
 

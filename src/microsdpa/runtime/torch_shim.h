@@ -27,7 +27,7 @@ class TorchShim {
     return shim.missing_ ? nullptr : &shim;
   }
 
-  // Whether torch.use_deterministic_algorithms(True) holds; true where this torch cannot be asked. The functions are C++'s,
+  // Whether torch.use_deterministic_algorithms(True) holds; true where this torch cannot be asked: by functions in C++,
   // which the interface is not.
   bool may_want_same_bits() const { return !context_ || !deterministic_ || deterministic_(context_()); }
 
