@@ -199,6 +199,9 @@ HOPPER_BACKWARD = [
     Case(2, 1, 150, 140, 128, dtype="bfloat16", causal="lower_right"),
     Case(1, 1, 70, 150, 72, causal="upper_left"),
     Case(1, 2, 140, 100, 256, heads_kv=1, causal="upper_left"),
+    Case(1, 2, 150, 140, 64, masks=("softcap", "window")),
+    Case(1, 1, 100, 140, 192, causal="upper_left", masks=("softcap",)),
+    Case(2, 1, 140, 150, 128, dtype="bfloat16", masks=("padding", "softcap", "sinks")),
 ]
 
 

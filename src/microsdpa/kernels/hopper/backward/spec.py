@@ -273,8 +273,8 @@ def catalogue(target: str) -> list[KernelSpec]:
     specs: dict[KernelSpec, None] = {}
     plain: tuple[tuple[int, DType, Causal | None, int, bool], ...] = (
         *((64, "float16", None, 2048, False), (128, "bfloat16", "upper_left", 2048, False)),
-        (128, "float16", None, 2048, False),
-        *((72, "float16", None, 2048, False), (192, "float16", None, 2048, False)),
+        *((72, "float16", None, 2048, False), (128, "float16", None, 2048, False)),
+        (192, "float16", None, 2048, False),
         *((40, "float16", "upper_left", 2048, False), (160, "bfloat16", None, 2048, False)),
         *((96, "bfloat16", None, 128, False), (112, "float16", "upper_left", 2048, True)),
         *((256, "bfloat16", "upper_left", 2048, False), (64, "bfloat16", None, 128, False)),
