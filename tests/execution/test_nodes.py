@@ -180,26 +180,36 @@ def test_gradients_of_this_library_are_behind_a_node_of_torchs(
     assert of.given["lse"].shape == tensors[0].shape[:3]
 
 
-def test_whoever_sees_what_such_a_node_saves_sees_tensors(own_gradients_on_cpu: list[gradients.Gradient]) -> None:
-    """Memory of the CPU for what is saved, a checkpoint, and gradients of gradients, which there are none of."""
+def test_hooks_on_saved_tensors_see_no_sparse_ones(own_gradients_on_cpu: list[gradients.Gradient]) -> None:
+    """Where somebody looks at what a node saves, it is a node in Python; gradients of gradients there are none of."""
     leaves = tuple(t.requires_grad_() for t in make(Case(1, 2, 20, 20, 16)))
+    plain = torch.autograd.grad(nodes.attend(leaves, NO_TENSORS, PLAIN).sum(), leaves)  # type: ignore[union-attr]
+    seen: list[torch.Tensor] = []
 
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
-        out = nodes.attend(inputs, NO_TENSORS, PLAIN)  # type: ignore[arg-type]
-        assert out is not None
-        return out
+        assert nodes.attend(inputs, NO_TENSORS, PLAIN) is None  # type: ignore[arg-type]
+        return autograd.attend(inputs, NO_TENSORS, PLAIN, False)[0]  # type: ignore[arg-type]
 
-    plain = torch.autograd.grad(attend(*leaves).sum(), leaves)
-    with torch.autograd.graph.save_on_cpu():
+    def packed(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor):
         out = attend(*leaves)
-    moved = torch.autograd.grad(out.sum(), leaves)
+    assert seen
+    assert not any(tensor.is_sparse for tensor in seen)
+    hooked = torch.autograd.grad(out.sum(), leaves)
     again = torch.utils.checkpoint.checkpoint(attend, *leaves, use_reentrant=False)
     recomputed = torch.autograd.grad(again.sum(), leaves)
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, moved, recomputed, strict=True))
-    (first, *_) = torch.autograd.grad(attend(*leaves).sum(), leaves, create_graph=True)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, hooked, recomputed, strict=True))
+    assert len(own_gradients_on_cpu) == 1
+    with torch.autograd.graph.save_on_cpu():
+        inputs = tuple(t.detach().half().requires_grad_() for t in leaves)
+        assert nodes.recorded(*inputs, False, PLAIN.code, None) is None
+    out = nodes.attend(leaves, NO_TENSORS, PLAIN)
+    (first, *_) = torch.autograd.grad(out.sum(), leaves, create_graph=True)  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="not implemented"):
         first.sum().backward()
-    assert len(own_gradients_on_cpu) == 4
 
 
 def test_a_backward_operator_of_another_form_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

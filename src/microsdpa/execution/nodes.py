@@ -22,6 +22,7 @@ from torch._C import (
     _get_cudnn_sdp_enabled,
     _get_deterministic_algorithms,
 )
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
@@ -99,6 +100,8 @@ def recorded(
     operator, call, keys = _usual
     if operator is CUDNN and not _get_cudnn_sdp_enabled():
         return None
+    if operator is OWN and _top_saved_tensors_default_hooks(True) is not None:
+        return None
     told = code != _DEFAULTS[causal]
     if told:
         launcher.expect_node(code, None)
@@ -137,6 +140,8 @@ def recorded_masked(
         return None
     if not (scale is None or scale > 0.0) or (operator is CUDNN and not _get_cudnn_sdp_enabled()):
         return None
+    if operator is OWN and _top_saved_tensors_default_hooks(True) is not None:
+        return None
     call, keys = calls()[operator]
     bias = mask if operator is OWN else as_bias(mask, query, key)
     launcher.expect_node(code, mask)
@@ -148,7 +153,7 @@ def recorded_masked(
 
 
 def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:
-    """The output of a call whose gradient a backward pass of torch's computes; None where it computes none.
+    """The output of a call whose gradient has a node of torch's; None where it has none.
 
     The tensors are on a GPU, and no tracer or transform looks on.
 
@@ -157,8 +162,8 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor
     """
     global _usual
     operator, told = operator_for(inputs, masks, options)
-    if not operator:
-        return None
+    if not operator or (operator is OWN and _top_saved_tensors_default_hooks(True) is not None):
+        return None  # whoever looks at what is saved may not know sparse tensors
     call = _call_told if told else _call
     try:
         out = call(operator, inputs, masks, options)
