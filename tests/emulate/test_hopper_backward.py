@@ -18,7 +18,6 @@ from microsdpa.evidence import fuzz_check
 from microsdpa.evidence.fuzz_calls import draw
 from microsdpa.evidence.inputs import Case
 from microsdpa.execution import gradients
-from microsdpa.kernels.hopper.backward import spec
 from microsdpa.kernels.hopper.backward.spec import MANY_QUERIES, Tiling, choose
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.spec import Rejection
@@ -214,31 +213,6 @@ def test_queries_that_see_no_key_take_sums_in_memory() -> None:
     assert not tiling_of(expected(Case(1, 1, 300, 128, 64, causal="lower_right"))).whole
 
 
-WALKS = [
-    Case(1, 2, 150, 200, 64),
-    Case(1, 4, 200, 300, 64, heads_kv=2, causal="upper_left", dtype="bfloat16"),  # keys that nobody sees, in between
-    Case(2, 2, 100, 260, 128),
-    Case(1, 4, 150, 130, 128, heads_kv=1, causal="lower_right"),
-    Case(1, 3, 70, 400, 72, masks=("window",)),
-    Case(1, 2, 150, 200, 64, masks=("softcap", "alibi", "sinks")),
-    Case(1, 6, 300, 128, 64, heads_kv=3, causal="upper_left"),  # one tile of keys
-    Case(2, 2, 150, 128, 128),
-]
-
-
-@pytest.mark.parametrize("sms", [1, 3])
-@pytest.mark.parametrize("case", WALKS, ids=str)
-def test_a_cta_goes_on_to_other_keys(case: Case, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    chip = spec.chip_of(TARGET)
-    monkeypatch.setattr(spec, "chip_of", lambda _: replace(chip, sms=sms))
-    wanted = masked(case)
-    tiling = replace(tiling_of(wanted), persistent=True)
-    problem = wanted.of.problem(TARGET)
-    assert spec.gradients_grid(problem, tiling)[0] <= sms < spec.gradients_grid(problem, tiling_of(wanted))[0] + sms
-    reports = check(wanted, tiling, TARGET, same_bits=False)
-    assert all(report.bank_conflicts == 0 for report in reports)
-
-
 FIXED = [*CASES[:2], CASES[4], CASES[5], CASES[8]]
 
 
@@ -388,12 +362,12 @@ MUTANTS = [
     ),
     Mutant(
         *("dS is read before it is there", FOLDER + "consumer.cuh"),
-        *("    mbarrier_wait(shared.ds_full[number % 2], number / 2 % 2);\n", ""),
+        *("    mbarrier_wait(shared.ds_full[turn % 2], turn / 2 % 2);\n", ""),
         *(PLAIN, "race|nothing has written|a wait is missing"),
     ),
     Mutant(
         *("dS is written over that is still read", FOLDER + "consumer.cuh"),
-        *("    mbarrier_wait(shared.ds_empty[number % 2], number / 2 % 2 ^ 1);\n    T* const to", "    T* const to"),
+        *("    mbarrier_wait(shared.ds_empty[turn % 2], turn / 2 % 2 ^ 1);\n", ""),
         *(LONG, "race|in flight|still|a wait is missing"),
     ),
     Mutant(

@@ -1,7 +1,6 @@
 // What a consumer warpgroup of hopper/backward/kernel.cu does with its 64 keys.
 #pragma once
 
-#include "producer.cuh"
 #include "products.cuh"
 
 namespace microsdpa::hopper::backward {
@@ -23,7 +22,6 @@ struct Consumer {
   static constexpr float LN_2 = 0.693147180559945309417f;
 
   SharedStorage<C>& shared;
-  const BackwardParams& params;
   const AttentionParams& call;
   const MaskParams& masks;
   const Walk<C, M, IN_ORDER>& walk;
@@ -31,30 +29,21 @@ struct Consumer {
   const int thread;     // of the warpgroup
   const int first_key;  // of the warpgroup
   Drop drop;
-  Progress<C>& progress;
-  const int item;
+  PipelineState<C::QUERY_STAGES> query_state;
+  PipelineState<C::GRAD_STAGES> grad_state;
   Sums dk = {}, dv = {};
   Products s;
 
-  __device__ __forceinline__ Consumer(SharedStorage<C>& shared, const BackwardParams& params,
-                                      const Walk<C, M, IN_ORDER>& walk, int warpgroup, const Drop& drop,
-                                      Progress<C>& progress, int item)
+  __device__ __forceinline__ Consumer(SharedStorage<C>& shared, const MaskedParams& params,
+                                      const Walk<C, M, IN_ORDER>& walk, int warpgroup, const Drop& drop)
       : shared(shared),
-        params(params),
-        call(params.forward.call),
-        masks(params.forward.masks),
+        call(params.call),
+        masks(params.masks),
         walk(walk),
         warpgroup(warpgroup),
         thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
         first_key(walk.first_key + ROWS * warpgroup),
-        drop(drop),
-        progress(progress),
-        item(item) {}
-
-  // The walk, which takes no registers between where it is made and here.
-  __device__ __forceinline__ Walk<C, M, IN_ORDER> walk_again() const {
-    return C::PERSISTENT ? Walk<C, M, IN_ORDER>(params, opaque(item)) : walk;
-  }
+        drop(drop) {}
 
   __device__ __forceinline__ int rows() const { return warpgroup; }  // of the CTA's keys, 64 at a time
 
@@ -102,12 +91,12 @@ struct Consumer {
   // neither waits long for the other, and the second one, which begins later, stays half a turn behind.
   template <bool FIRST>
   __device__ __forceinline__ void step(int turn, const Turn& at) {
-    const int query_stage = progress.query.stage, grad_stage = progress.grad.stage;
+    const int query_stage = query_state.stage, grad_stage = grad_state.stage;
     const OfHead<M> of_head(*this, at.head);
-    mbarrier_wait(shared.query_full[query_stage], progress.query.phase);
+    mbarrier_wait(shared.query_full[query_stage], query_state.phase);
     if (FIRST && warpgroup == 1) named_barrier_sync(FIRST_THERE, CONSUMERS * WARPGROUP_THREADS);
     multiply(s, shared.key, shared.query[query_stage]);
-    mbarrier_wait(shared.grad_full[grad_stage], progress.grad.phase);
+    mbarrier_wait(shared.grad_full[grad_stage], grad_state.phase);
     Products dp;
     if constexpr (DP_BESIDE_P) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     wgmma_wait<DP_BESIDE_P ? 1 : 0>();
@@ -154,8 +143,8 @@ struct Consumer {
     release(shared.query_empty[query_stage]);
     if constexpr (!FIRST && C::WHOLE) put(turn - 1, dq);  // it takes more registers
     if constexpr (Drop::ANY) draw_next(at);
-    progress.grad.advance();
-    progress.query.advance();
+    grad_state.advance();
+    query_state.advance();
   }
 
   // Draws for the turn behind `at`, while little else is in registers.
@@ -164,45 +153,40 @@ struct Consumer {
     drop.draw(*this, at);
   }
 
-  // Of a turn of this walk, among those of all walks of the CTA.
-  __device__ __forceinline__ int number_of(int turn) const { return C::PERSISTENT ? progress.parity() + turn : turn; }
-
   // Leaves dS^T where both consumers read it.
   __device__ __forceinline__ void put_scores(int turn, const Rounded& ds) const {
-    const int number = number_of(turn);
-    mbarrier_wait(shared.ds_empty[number % 2], number / 2 % 2 ^ 1);
-    T* const to = shared.ds[number % 2];
+    mbarrier_wait(shared.ds_empty[turn % 2], turn / 2 % 2 ^ 1);
+    T* const to = shared.ds[turn % 2];
 #pragma unroll
     for (int k = 0; k < BLOCK_M / 16; ++k) {
       stmatrix(C::TRANSPOSED ? place_in_sixteens(*this, to, k) : place(*this, to, k), ds[k]);
     }
     fence_proxy_async();
-    release(shared.ds_full[number % 2]);
+    release(shared.ds_full[turn % 2]);
   }
 
   // Starts this consumer's part of dQ of a turn.
   __device__ __forceinline__ void start_queries(int turn, Part& dq) const {
-    const int number = number_of(turn);
-    mbarrier_wait(shared.ds_full[number % 2], number / 2 % 2);
-    multiply_keys(dq, shared.ds[number % 2]);
+    mbarrier_wait(shared.ds_full[turn % 2], turn / 2 % 2);
+    multiply_keys(dq, shared.ds[turn % 2]);
   }
   // Leaves it, when it is there, where it is added to global memory or stored from.
   __device__ __forceinline__ void put(int turn, Part& dq) const {
     wgmma_fence_registers(dq);
-    release(shared.ds_empty[number_of(turn) % 2]);
+    release(shared.ds_empty[turn % 2]);
     if constexpr (C::WHOLE) {
       put_queries(reinterpret_cast<T*>(shared.sums[warpgroup]), dq, call.scale_log2 * LN_2, warpgroup, thread,
-                  turn == 0 && !(C::PERSISTENT && progress.any()));
+                  turn == 0);
     } else {
-      put_sums(shared.sums[warpgroup], dq, warpgroup, thread, turn == 0 && !(C::PERSISTENT && progress.any()));
+      put_sums(shared.sums[warpgroup], dq, warpgroup, thread, turn == 0);
     }
   }
 
-  // All turns, but for dQ of the last one.
-  __device__ __forceinline__ void make_sums() {
+  __device__ __forceinline__ void run() {
+    if (walk.turns == 0) return;
     wgmma_fence_registers(dk);
     wgmma_fence_registers(dv);
-    mbarrier_wait(shared.owned_full, C::PERSISTENT ? progress.walk_parity() : 0);
+    mbarrier_wait(shared.owned_full, 0);
     Turn at(walk);
     if constexpr (Drop::ANY) drop.draw(*this, at);
     step<true>(0, at);
@@ -210,72 +194,16 @@ struct Consumer {
       at.advance(walk);
       step<false>(turn, at);
     }
-  }
-
-  __device__ __forceinline__ void run() {
-    if (walk.turns == 0) return;
-    make_sums();
     Part dq;
     start_queries(walk.turns - 1, dq);
     wgmma_wait<0>();
     put(walk.turns - 1, dq);
-  }
-
-  // PERSISTENT: run() and finish(), while the producer loads for the walk that follows. dV leaves by this consumer's
-  // rows of V, and dK by its rows of both dS, so that nobody waits for K.
-  __device__ __forceinline__ void run_and_store(const TensorMap& grad_key, const TensorMap& grad_value) {
-    static_assert(!C::TRANSPOSED, "rows of dS are panels of dK");
-    stores_are_read();
-    T* const panels[] = {shared.ds[0] + rows() * ROWS * BOX, shared.ds[1] + rows() * ROWS * BOX};
-    const float factor = call.scale_log2 * LN_2;
-    if (walk.turns == 0) {
-      grid_dependency_wait();
-      store_panels(*this, grad_key, panels, dk, factor);
-      stores_are_read();
-      store_panels(*this, grad_value, panels, dv, factor);
-      return;
-    }
-    make_sums();
-    Part dq;
-    start_queries(walk.turns - 1, dq);
-    grid_dependency_wait();
-    store(*this, grad_value, shared.value, dv, factor_of_values());
-    wgmma_wait<0>();
-    put(walk.turns - 1, dq);
-    release(shared.key_empty);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {  // both consumers have left dS
-      const int number = number_of(walk.turns + i);
-      mbarrier_wait(shared.ds_empty[number % 2], number / 2 % 2 ^ 1);
-    }
-    store_panels(*this, grad_key, panels, dk, factor);
-    if (thread / 32 == 0) {
-      tma_store_wait_read<1>();
-      if (elect_one()) mbarrier_arrive(shared.value_empty);
-    }
-    progress.add(walk.turns);
-  }
-
-  // Waits until what this consumer has stored is read from shared memory.
-  __device__ __forceinline__ void stores_are_read() const {
-    if (thread / 32 == 0) tma_store_wait_read<0>();
-    named_barrier_sync(CONSUMER + warpgroup, WARPGROUP_THREADS);
-  }
-
-  // PERSISTENT: behind the last walk.
-  __device__ __forceinline__ static void leave(int warpgroup, const Progress<C>& progress) {
-    if (threadIdx.x % WARPGROUP_THREADS / 32 == 0) tma_store_wait_read<0>();
-    if (progress.any()) named_barrier_sync(SUMS_EMPTY + warpgroup, SUMS_THREADS);
-  }
-
-  // What dV is multiplied by where it is stored.
-  __device__ __forceinline__ float factor_of_values() const {
-    if constexpr (Drop::ANY) return drop.scale;
-    return 1.0f;
   }
 
   __device__ __forceinline__ void finish(const TensorMap& grad_key, const TensorMap& grad_value) const {
-    store(*this, grad_value, shared.value, dv, factor_of_values());
+    float factor = 1.0f;
+    if constexpr (Drop::ANY) factor = drop.scale;
+    store(*this, grad_value, shared.value, dv, factor);
     // The other consumer has read K for its dQ.
     named_barrier_sync(KEYS_READ, CONSUMERS * WARPGROUP_THREADS);
     store(*this, grad_key, shared.key, dk, call.scale_log2 * LN_2);

@@ -19,37 +19,27 @@ namespace microsdpa::hopper::backward {
 
 // What a consumer does, whose part of dQ has PART_COLUMNS.
 template <int PART_COLUMNS, typename C, typename M, bool IN_ORDER, typename Drop>
-__device__ __forceinline__ void consume(SharedStorage<C>& shared, const BackwardParams& params,
-                                        const Walk<C, M, IN_ORDER>& first, int warpgroup, const Drop& drop,
+__device__ __forceinline__ void consume(SharedStorage<C>& shared, const MaskedParams& params,
+                                        const Walk<C, M, IN_ORDER>& walk, int warpgroup, const Drop& drop,
                                         const TensorMap& grad_key, const TensorMap& grad_value) {
-  using Own = Consumer<C, M, IN_ORDER, Drop, PART_COLUMNS>;
-  Progress<C> progress;
-  for_each_walk<C>(params, first, [&](const Walk<C, M, IN_ORDER>& walk, int item) {
-    Own consumer(shared, params, walk, warpgroup, drop, progress, item);
-    if constexpr (C::PERSISTENT) {
-      consumer.run_and_store(grad_key, grad_value);
-    } else {
-      consumer.run();
-      grid_dependency_wait();
-      consumer.finish(grad_key, grad_value);
-    }
-  });
-  if constexpr (C::PERSISTENT) Own::leave(warpgroup, progress);
+  Consumer<C, M, IN_ORDER, Drop, PART_COLUMNS> consumer(shared, params, walk, warpgroup, drop);
+  consumer.run();
+  grid_dependency_wait();
+  consumer.finish(grad_key, grad_value);
 }
 
 // HEAD_DIM: that of the call, filled up with zeros to a width of wgmma. IN_ORDER: whether sums of dQ are added in an
 // order that is always the same. MASK to ALIBI: as of Scoring. MAPS: that of dQ, where one CTA has all keys of a head,
 // and dQ is no sum.
-template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool PERSISTENT,
-          typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI, typename DROPOUT = NoDropout,
-          typename... MAPS>
+template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, typename MASK,
+          bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI, typename DROPOUT = NoDropout, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     gradients(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given,
               const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
               const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap grad_out,
               const __grid_constant__ TensorMap grad_key, const __grid_constant__ TensorMap grad_value,
               const __grid_constant__ MAPS... maps) {
-  using C = Tiles<T, HEAD_DIM, BLOCK_M, QUERY_STAGES, GRAD_STAGES, PERSISTENT, (sizeof...(MAPS) > 0), is_range<MASK>>;
+  using C = Tiles<T, HEAD_DIM, BLOCK_M, QUERY_STAGES, GRAD_STAGES, (sizeof...(MAPS) > 0), is_range<MASK>>;
   using M = Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>;
   using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2>::Type;
   const BackwardParams& params = DROPOUT::call(given);
@@ -59,7 +49,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   init_barriers<C>(shared);
   __syncthreads();
 
-  Walk<C, M, IN_ORDER> walk(params, blockIdx.x);
+  Walk<C, M, IN_ORDER> walk(params);
   if constexpr (M::HIDES_KEYS || M::RANGED) {
     grid_dependency_wait();
     walk.narrow(params.forward);
@@ -75,30 +65,25 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       prefetch_tensor_map(value);
       prefetch_tensor_map(grad_out);
       grid_dependency_wait();
-      Progress<C> progress;
-      for_each_walk<C>(params, walk, [&](const Walk<C, M, IN_ORDER>& each, int) {
-        produce(shared, call, each, query, key, value, grad_out, progress);
-      });
+      produce(shared, call, walk, query, key, value, grad_out);
     } else if (warp == 1 || warp == 2) {
       grid_dependency_wait();
-      for_each_walk<C>(params, walk, [&](const Walk<C, M, IN_ORDER>& each, int) {
-        if constexpr (C::WHOLE) {
-          store_queries(shared, each, warp - 1, maps...);
-        } else {
-          add_sums(shared, params.forward, each, warp - 1);
-        }
-      });
+      if constexpr (C::WHOLE) {
+        store_queries(shared, walk, warp - 1, maps...);
+      } else {
+        add_sums(shared, params.forward, walk, warp - 1);
+      }
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // a seed was drawn ahead
     constexpr int FIRST = C::part_columns(0), SECOND = C::part_columns(1);
     if constexpr (FIRST == SECOND) {
-      consume<FIRST>(shared, params, walk, warpgroup - 1, Drop(given), grad_key, grad_value);
+      consume<FIRST>(shared, params.forward, walk, warpgroup - 1, Drop(given), grad_key, grad_value);
     } else if (warpgroup == 1) {
-      consume<FIRST>(shared, params, walk, 0, Drop(given), grad_key, grad_value);
+      consume<FIRST>(shared, params.forward, walk, 0, Drop(given), grad_key, grad_value);
     } else {
-      consume<SECOND>(shared, params, walk, 1, Drop(given), grad_key, grad_value);
+      consume<SECOND>(shared, params.forward, walk, 1, Drop(given), grad_key, grad_value);
     }
   }
 }

@@ -22,36 +22,21 @@ __device__ __forceinline__ void load_tile(typename C::T* shared, const TensorMap
   }
 }
 
-// What a role of a CTA has done, of all tiles of keys.
-template <typename C>
-struct Progress {
-  PipelineState<C::QUERY_STAGES> query;
-  PipelineState<C::GRAD_STAGES> grad;
-  uint32 bits = 0;
-
-  // Of the turns so far, modulo four; of the walks that had turns, modulo two; and whether there was one.
-  __device__ __forceinline__ int parity() const { return bits & 3; }
-  __device__ __forceinline__ int walk_parity() const { return bits >> 2 & 1; }
-  __device__ __forceinline__ bool any() const { return bits & 8; }
-  __device__ __forceinline__ void add(int turns) { bits = ((bits + turns) & 3) | (~bits & 4) | 8; }
-};
-
-// Issues every load of a walk. One thread.
+// Issues every load of the CTA. One thread.
 template <typename C, typename M, bool IN_ORDER, typename Storage>
 __device__ __forceinline__ void produce(Storage& shared, const AttentionParams& call, const Walk<C, M, IN_ORDER>& walk,
                                         const TensorMap& query, const TensorMap& key, const TensorMap& value,
-                                        const TensorMap& grad_out, Progress<C>& progress) {
+                                        const TensorMap& grad_out) {
   constexpr int OWNED_BYTES = C::BLOCK_N * C::COLUMNS * sizeof(typename C::T);
   constexpr int WALKED_BYTES = C::BLOCK_M * C::COLUMNS * sizeof(typename C::T);
   constexpr int ROW_BYTES = C::BLOCK_M * sizeof(float);
   constexpr int RANGE_BYTES = C::RANGED ? RANGE_NUMBERS<C::BLOCK_M> * sizeof(int32) : 0;
   if (walk.turns == 0) return;
-  if constexpr (C::PERSISTENT) mbarrier_wait(shared.key_empty, progress.walk_parity() ^ 1);
   mbarrier_arrive_expect(shared.owned_full, 2 * OWNED_BYTES);
   load_tile<C, C::BLOCK_N>(shared.key, key, shared.owned_full, walk.first_key, walk.head_kv, walk.batch);
   const WorkspaceOf<C> workspace(call);
-  PipelineState<C::QUERY_STAGES>& query_state = progress.query;
-  PipelineState<C::GRAD_STAGES>& grad_state = progress.grad;
+  PipelineState<C::QUERY_STAGES> query_state;
+  PipelineState<C::GRAD_STAGES> grad_state;
   Turn at(walk);
   for (int turn = 0; turn < walk.turns; ++turn) {
     const int row = at.tile * C::BLOCK_M, head = walk.batch * call.heads + at.head;
@@ -66,7 +51,6 @@ __device__ __forceinline__ void produce(Storage& shared, const AttentionParams& 
     }
     query_state.advance();
     if (turn == 0) {
-      if constexpr (C::PERSISTENT) mbarrier_wait(shared.value_empty, progress.walk_parity() ^ 1);
       load_tile<C, C::BLOCK_N>(shared.value, value, shared.owned_full, walk.first_key, walk.head_kv, walk.batch);
     }
     Mbarrier& grad_full = shared.grad_full[grad_state.stage];
@@ -76,7 +60,6 @@ __device__ __forceinline__ void produce(Storage& shared, const AttentionParams& 
     grad_state.advance();
     at.advance(walk);
   }
-  progress.add(walk.turns);
 }
 
 // Adds what a consumer leaves in shared memory to the sums of dQ: with IN_ORDER, after the tiles of keys ahead. These
@@ -114,7 +97,7 @@ __device__ __forceinline__ void add_sums(Storage& shared, const MaskedParams& pa
       }
       __syncwarp();
       const bool last = (C::PARTS % CONSUMERS == 0 ? i : part) + CONSUMERS >= C::PARTS;
-      if (C::PERSISTENT || !last || turn + 1 < walk.turns) named_barrier_arrive(SUMS_EMPTY + consumer, SUMS_THREADS);
+      if (!last || turn + 1 < walk.turns) named_barrier_arrive(SUMS_EMPTY + consumer, SUMS_THREADS);
     }
     at.advance(walk);
   }
@@ -136,7 +119,7 @@ __device__ __forceinline__ void store_queries(SharedStorage<C>& shared, const W&
       tma_store_wait_read<0>();
     }
     __syncwarp();
-    if (C::PERSISTENT || turn + 1 < walk.turns) named_barrier_arrive(SUMS_EMPTY + consumer, SUMS_THREADS);
+    if (turn + 1 < walk.turns) named_barrier_arrive(SUMS_EMPTY + consumer, SUMS_THREADS);
     at.advance(walk);
   }
 }
@@ -152,10 +135,6 @@ __device__ __forceinline__ void init_barriers(Storage& shared) {
         mbarrier_init(shared.ds_full[i], READERS);
         mbarrier_init(shared.ds_empty[i], READERS);
       }
-    }
-    if constexpr (C::PERSISTENT) {
-      mbarrier_init(shared.key_empty, READERS);
-      mbarrier_init(shared.value_empty, CONSUMERS);
     }
     mbarrier_init(shared.owned_full, 1);
 #pragma unroll

@@ -366,44 +366,12 @@ __device__ __forceinline__ void put_queries(T* tile, const float (&dq)[N], float
   named_barrier_arrive(SUMS_FULL + warpgroup, SUMS_THREADS);
 }
 
-// Writes a consumer's rows of a sum by way of two panels of 64 rows, of which nobody reads.
-template <typename Consumer>
-__device__ __forceinline__ void store_panels(const Consumer& of, const TensorMap& map,
-                                             typename Consumer::T* const (&panels)[2],
-                                             const typename Consumer::Sums& sums, float factor) {
-  const auto walk = of.walk_again();
-  const int first_key = walk.first_key + of.rows() * ROWS;
-  using T = typename Consumer::T;
-  static_assert(Consumer::COLUMNS <= 2 * BOX, "two panels");
-  const int lane = of.thread % 32, row = of.thread / 32 * 16 + lane % 16;
-#pragma unroll
-  for (int block = 0; block < Consumer::HEAD_DIM / 16; ++block) {
-    uint32 word[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      word[i] = pack<T>(sums[8 * block + 2 * i] * factor, sums[8 * block + 2 * i + 1] * factor);
-    }
-    stmatrix(panels[16 * block / BOX] + row * BOX + 8 * ((2 * block % 8 + lane / 16) ^ row % 8), word);
-  }
-  fence_proxy_async();
-  named_barrier_sync(CONSUMER + of.warpgroup, WARPGROUP_THREADS);
-  if (of.thread / 32 == 0 && elect_one()) {
-#pragma unroll
-    for (int panel = 0; panel < Consumer::COLUMNS / BOX; ++panel) {
-      tma_store(map, panels[panel], panel * BOX, first_key, walk.head_kv, walk.batch);
-    }
-    tma_store_commit();
-  }
-}
-
 // Writes a consumer's rows of a sum, which lie in a tile that nobody reads any more.
 template <typename Consumer>
 __device__ __forceinline__ void store(const Consumer& of, const TensorMap& map, typename Consumer::T* tile,
                                       const typename Consumer::Sums& sums, float factor) {
   using T = typename Consumer::T;
   constexpr int BLOCK_N = Consumer::BLOCK_N, HEAD_DIM = Consumer::HEAD_DIM;
-  const auto& walk = of.walk_again();
-  const int first_key = walk.first_key + of.rows() * ROWS;
 #pragma unroll
   for (int block = 0; block < HEAD_DIM / 16; ++block) {
     uint32 word[4];
@@ -418,8 +386,8 @@ __device__ __forceinline__ void store(const Consumer& of, const TensorMap& map, 
   if (of.thread / 32 == 0 && elect_one()) {
 #pragma unroll
     for (int panel = 0; panel < Consumer::COLUMNS / BOX; ++panel) {
-      tma_store(map, tile + (panel * BLOCK_N + of.rows() * ROWS) * BOX, panel * BOX, first_key, walk.head_kv,
-                walk.batch);
+      tma_store(map, tile + (panel * BLOCK_N + of.rows() * ROWS) * BOX, panel * BOX, of.first_key, of.walk.head_kv,
+                of.walk.batch);
     }
     tma_store_commit();
   }

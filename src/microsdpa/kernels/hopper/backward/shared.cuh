@@ -24,15 +24,13 @@ template <int HEAD_DIM>
 constexpr int PARTS_OF = HEAD_DIM > 2 * BOX ? PANEL_COLUMNS<HEAD_DIM> / BOX : CONSUMERS;
 
 // BLOCK_M queries are walked over at a time, and each consumer has 64 of the CTA's keys. WHOLE: a CTA has all keys of
-// its head, and what it makes of dQ are no parts of sums. RANGED: queries see ranges of keys. PERSISTENT: a CTA goes on
-// to other tiles of keys.
-template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool PERSISTENT_, bool WHOLE_,
-          bool RANGED_>
+// its head, and what it makes of dQ are no parts of sums. RANGED: queries see ranges of keys.
+template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool WHOLE_, bool RANGED_>
 struct Tiles {
   using T = T_;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = BLOCK_M_, BLOCK_N = ROWS * CONSUMERS;
   static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
-  static constexpr bool PERSISTENT = PERSISTENT_, WHOLE = WHOLE_, RANGED = RANGED_;
+  static constexpr bool WHOLE = WHOLE_, RANGED = RANGED_;
   static constexpr int COLUMNS = PANEL_COLUMNS<HEAD_DIM>;
   static constexpr bool TRANSPOSED = BLOCK_M % BOX != 0;  // parts of dQ: columns are the rows of a product
   static constexpr int PARTS = PARTS_OF<HEAD_DIM>, PART = BLOCK_M * COLUMNS / PARTS;
@@ -53,7 +51,7 @@ struct WideTiles {
   using T = T_;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = 64, BLOCK_N = ROWS;
   static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
-  static constexpr bool PERSISTENT = false, WHOLE = false, RANGED = RANGED_;
+  static constexpr bool WHOLE = false, RANGED = RANGED_;
   static constexpr int COLUMNS = PANEL_COLUMNS<HEAD_DIM>;
   static constexpr int PARTS = PARTS_OF<HEAD_DIM>, PART = BLOCK_M * BOX;
   static_assert(HEAD_DIM % 16 == 0, "products have whole steps");
@@ -90,7 +88,6 @@ struct SharedStorage {
   Mbarrier query_full[C::QUERY_STAGES], query_empty[C::QUERY_STAGES];
   Mbarrier grad_full[C::GRAD_STAGES], grad_empty[C::GRAD_STAGES];
   Mbarrier ds_full[2], ds_empty[2];
-  Mbarrier key_empty, value_empty;  // PERSISTENT
 };
 
 template <typename C>
@@ -174,11 +171,10 @@ struct Walk {
   int batch, head_kv, first_key;
   int first_head, first_tile, tiles, turns;
 
-  // `item` counts through the tiles of keys of all heads.
-  __device__ __forceinline__ Walk(const BackwardParams& params, int item) {
+  __device__ __forceinline__ explicit Walk(const BackwardParams& params) {
     const AttentionParams& call = params.forward.call;
     const int tiles_of_head = (call.seqlen_k + C::BLOCK_N - 1) / C::BLOCK_N;
-    const microsdpa::backward::Work work(item, tiles_of_head, call.batch * call.heads_kv, params.key_heads);
+    const microsdpa::backward::Work work(blockIdx.x, tiles_of_head, call.batch * call.heads_kv, params.key_heads);
     const int group = call.heads / call.heads_kv;
     batch = work.head / call.heads_kv, head_kv = work.head % call.heads_kv;
     first_head = head_kv * group;
@@ -244,19 +240,6 @@ struct Walk {
     return tiles_before;
   }
 };
-
-// Calls visit(walk, item) for each tile of keys of a CTA: the first, and PERSISTENT those that are as many apart as
-// there are CTAs.
-template <typename C, typename W, typename Visit>
-__device__ __forceinline__ void for_each_walk(const BackwardParams& params, const W& first, Visit visit) {
-  visit(first, static_cast<int>(blockIdx.x));
-  if constexpr (C::PERSISTENT) {
-    const AttentionParams& call = params.forward.call;
-    const int items = (call.seqlen_k + C::BLOCK_N - 1) / C::BLOCK_N * call.batch * call.heads_kv;
-#pragma unroll 1
-    for (int item = blockIdx.x + gridDim.x; item < items; item += gridDim.x) visit(W(params, item), item);
-  }
-}
 
 // The query head and the tile of a turn.
 struct Turn {

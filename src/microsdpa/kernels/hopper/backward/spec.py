@@ -33,7 +33,7 @@ LARGEST_JOINT = 128
 """Columns up to which the registers of a consumer hold dK and dV of its keys together; else it holds one of them."""
 THREADS = 256
 """Of a CTA of the kernels ahead and behind."""
-SPILLS = "some numbers of a turn, which are read once a turn"
+SPILLS = "with dropout, masks or tiles of 80 queries some numbers of a turn, which are read once a turn"
 Name = Literal["query", "key", "value", "grad_out", "grad_query", "grad_key", "grad_value"]
 
 
@@ -50,7 +50,6 @@ class Tiling:
         in_order: whether sums of dQ are added in an order that is always the same.
         whole: whether a CTA has all keys of its head: dQ is no sum then, and there is no kernel behind.
         ranged: whether queries see ranges of keys.
-        persistent: whether there is a CTA for each SM, which goes on to other tiles of keys.
     """
 
     columns: int
@@ -60,7 +59,6 @@ class Tiling:
     in_order: bool = False
     whole: bool = False
     ranged: bool = False
-    persistent: bool = False
 
     @property
     def wide(self) -> bool:
@@ -92,7 +90,7 @@ class Tiling:
         sums = 4 * (CONSUMERS * ROWS * BOX if self.wide else self.block_m * self.columns)
         rows = self.query_stages * (2 * self.block_m * 4 + self.range_bytes)
         rows += 128 if self.ranged else 0  # their alignment
-        barriers = 8 * (1 + 2 * self.query_stages + 2 * self.grad_stages + (0 if self.wide else 6))
+        barriers = 8 * (1 + 2 * self.query_stages + 2 * self.grad_stages + (0 if self.wide else 4))
         return ceil((owned + walked + ds + sums + rows + barriers) / 1024) * 1024
 
     def tiles(self, problem: Problem) -> int:
@@ -115,8 +113,6 @@ TILINGS = (
 MANY_QUERIES = Tiling(128, 80, query_stages=2)
 """For more than 112 columns and many queries: wider products read less of shared memory for each of their numbers. The
 last tile has more zeros, and so have those on the diagonal of a causal mask."""
-SHORT_WALK = 16
-"""Tiles of queries of a CTA up to which one for each SM goes on to other keys."""
 MANY, MANY_CAUSAL = 2048, 8192
 """Queries from which it is faster."""
 
@@ -148,9 +144,9 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
     rows = (problem.seqlen_q + tiling.block_m) * (problem.heads // problem.heads_kv)
     if max(problem.seqlen_q + problem.seqlen_k, rows, problem.batch * problem.heads) > MAX_NUMBER:
         return Rejection("more rows or heads than a kernel counts", "a smaller batch or shorter sequences")
-    whole = _is_whole(problem, tiling)
-    tiling = replace(tiling, whole=whole, in_order=deterministic and not whole)
-    return replace(tiling, persistent=_has_short_walks(problem, tiling))
+    if _is_whole(problem, tiling):
+        return replace(tiling, whole=True)
+    return replace(tiling, in_order=deterministic)
 
 
 def _refuse_mask(mask: MaskKind, deterministic: bool) -> Rejection | None:
@@ -169,19 +165,6 @@ def _has_many_queries(problem: Problem) -> bool:
     columns = WIDTHS[bisect_left(WIDTHS, problem.head_dim)]
     many = MANY if problem.causal is None else MANY_CAUSAL
     return columns == MANY_QUERIES.columns and problem.seqlen_q >= many and not problem.dropout
-
-
-def _has_short_walks(problem: Problem, tiling: Tiling) -> bool:
-    """Whether a CTA is to go on to other keys: what it loads and stores takes long beside a few tiles of queries.
-
-    In a fixed order CTAs wait for those of lower numbers, which have to have begun. A mask tensor is looked at by all
-    threads.
-    """
-    turns = ceil(problem.seqlen_q / tiling.block_m) * (problem.heads // problem.heads_kv)
-    tensor = problem.mask is not None and problem.mask.tensor is not None
-    if tiling.wide or tiling.in_order or tiling.block_m % BOX or tensor or turns > SHORT_WALK:
-        return False
-    return gradients_grid(problem, tiling)[0] > chip_of(problem.target).sms
 
 
 def _is_whole(problem: Problem, tiling: Tiling) -> bool:
@@ -246,7 +229,6 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
         "QUERY_STAGES": tiling.query_stages,
         "GRAD_STAGES": tiling.grad_stages,
         "IN_ORDER": BOOLEAN[tiling.in_order],
-        **({} if tiling.wide else {"PERSISTENT": BOOLEAN[tiling.persistent]}),
         "MASK": CPP_TYPE[mask.tensor],
         "LEFT": BOOLEAN[mask.left],
         "RIGHT": BOOLEAN[mask.right or problem.causal is not None],
@@ -264,9 +246,7 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
     return _spec(
         *(*source, arguments, 128 * (1 + CONSUMERS), tiling, problem.dropout),
         shared_bytes=tiling.shared_bytes,
-        local_memory=SPILLS
-        if problem.dropout or mask != MaskKind() or tiling.block_m % BOX or tiling.persistent
-        else "",
+        local_memory=SPILLS if problem.dropout or mask != MaskKind() or tiling.block_m % BOX else "",
         tensor_maps=tuple(TensorMap(name, rows, BOX) for name, rows in boxes),
     )
 
@@ -285,8 +265,7 @@ def tiles_grid(problem: Problem, tiling: Tiling) -> Grid:
 
 def gradients_grid(problem: Problem, tiling: Tiling) -> Grid:
     """One CTA for each tile of keys."""
-    tiles = problem.batch * problem.heads_kv * ceil(problem.seqlen_k / tiling.block_n)
-    return min(tiles, chip_of(problem.target).sms) if tiling.persistent else tiles, 1, 1
+    return problem.batch * problem.heads_kv * ceil(problem.seqlen_k / tiling.block_n), 1, 1
 
 
 def catalogue(target: str) -> list[KernelSpec]:

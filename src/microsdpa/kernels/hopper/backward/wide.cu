@@ -33,7 +33,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   init_barriers<C>(shared);
   __syncthreads();
 
-  Walk<C, M, IN_ORDER> walk(params, blockIdx.x);
+  Walk<C, M, IN_ORDER> walk(params);
   if constexpr (M::HIDES_KEYS || M::RANGED) {
     grid_dependency_wait();
     walk.narrow(params.forward);
@@ -49,8 +49,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       prefetch_tensor_map(value);
       prefetch_tensor_map(grad_out);
       grid_dependency_wait();
-      Progress<C> progress;
-      produce(shared, call, walk, query, key, value, grad_out, progress);
+      produce(shared, call, walk, query, key, value, grad_out);
     } else if (warp == 1 || warp == 2) {
       grid_dependency_wait();
       add_sums(shared, params.forward, walk, warp - 1);

@@ -41,7 +41,6 @@ struct WideConsumer {
         drop(drop) {}
 
   __device__ __forceinline__ static int rows() { return 0; }
-  __device__ __forceinline__ const Walk<C, M, IN_ORDER>& walk_again() const { return walk; }
 
   // Starts d = X Y^T of an owned tile and one that is walked over.
   __device__ __forceinline__ static void multiply(Products& d, const T* owned, const T* walked) {
