@@ -466,10 +466,10 @@ def test_random_calls_have_right_gradients(monkeypatch: pytest.MonkeyPatch) -> N
     """Calls that `verify --backward --fuzz` draws, as far as these kernels compute them."""
     emulate, made = gradients.emulate, []
 
-    def by_these(of: gradients.Gradient) -> None:
+    def by_these(of: gradients.Gradient, tiling: gradients.AnyTiling, target: str) -> None:
         found = choose(of.problem(TARGET), deterministic=len(made) % 2 == 1)
         if isinstance(found, Rejection) or "grad_slopes" in of.made:
-            emulate(of)
+            emulate(of, tiling, target)
         else:
             made.append(emulate(of, found, TARGET))
 

@@ -65,7 +65,7 @@ def gradients(
             return _through_cudnn(grad_out, inputs, result, causal, scale, masks.attn_mask)
         if operator == nodes.FLASH:
             return _through_flash(grad_out, inputs, result, causal, scale)
-    return kernels.compute(kernels.described(grads, inputs, result, causal, scale, masks, wanted))
+    return kernels.compute(kernels.described(grads, inputs, result, causal, scale, masks, wanted), kernel_of(impl)[0])
 
 
 _MOST_REMEMBERED = 4096

@@ -335,14 +335,18 @@ def problem_of(inputs: Inputs, causal: Causal | None, mask: MaskKind | None) -> 
     )
 
 
-def compute(of: Gradient) -> list[torch.Tensor]:
+def compute(of: Gradient, kernel: str = "auto") -> list[torch.Tensor]:
     """The gradients of a call, in the order of Gradient.made.
+
+    In the emulator they are for the GPU that it takes for `kernel`, which the call is made by.
 
     Raises:
         UnsupportedProblem: there are too many rows or heads.
     """
     if of.given["query"].device.type == "cpu":
-        emulate(of)
+        target = emulated_target(kernel)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        emulate(of, choose(of.problem(target), deterministic, "grad_slopes" in of.made), target)
     else:
         _launch(of)
     return list(of.made.values())
