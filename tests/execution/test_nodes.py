@@ -175,7 +175,12 @@ def test_gradients_of_this_library_are_behind_a_node_of_torchs(
         assert out is not None
         found.append((out.detach(), *torch.autograd.grad(out, leaves, weight)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    (of,) = own_gradients_on_cpu
+    is_causal = options.is_causal or options.causal is not None
+    warm = nodes.recorded(*leaves, is_causal, options.code, options.scale)
+    assert warm is not None, "a warm call takes the long way"
+    assert torch.equal(warm.detach(), out.detach())
+    assert all(map(torch.equal, torch.autograd.grad(warm, leaves, weight), found[0][1:]))
+    (of, _) = own_gradients_on_cpu
     assert of.causal == ("upper_left" if options.is_causal else options.causal)
     assert of.given["lse"].shape == tensors[0].shape[:3]
 
