@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from microsdpa.evidence import door_eight_bit, door_models, door_pages, doors, recorded, results, signatures
-from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.inputs import Case, Masking, make
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels import emulated_target
 
@@ -126,10 +126,11 @@ def test_a_wrong_output_beside_masks_is_told() -> None:
         assert "differs from the oracle" in door.ours.check(tensors, wrong)[1]
 
 
-def test_gradients_of_a_window_are_judged() -> None:
-    case = Case(1, 2, 20, 20, 16, masks=("window",))
+@pytest.mark.parametrize(("name", "masking"), [("window", "window"), ("document_ids", "documents")])
+def test_gradients_of_sdpas_own_masks_are_judged(name: str, masking: Masking) -> None:
+    case = Case(1, 2, 20, 20, 16, masks=(masking,))
     tensors = tuple(t.requires_grad_() for t in make(case))
-    for bind in (doors._both_passes_of_window(case), doors._both_passes_of_mask(case)):
+    for bind in (doors._both_passes_of(name, case), doors._both_passes_of_mask(case)):
         assert doors.gradients(case, tensors, bind(tensors)())[1] == ""  # type: ignore[arg-type]
 
 

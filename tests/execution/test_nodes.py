@@ -84,7 +84,7 @@ def _kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     library.impl(nodes.CUDNN, cudnn, nodes.BACKEND)
     library.impl(nodes.FLASH, flash, nodes.BACKEND)
-    monkeypatch.setattr(nodes.launcher, "expect_node", lambda *call: told.append(call))
+    monkeypatch.setattr(nodes.launcher, "expect_node", lambda *call: told.append(call[:2]))
     yield
     assert not told
     library._destroy()
@@ -147,7 +147,7 @@ def own_gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[gradi
     own = nodes.register_backward("SparseCPU")
     monkeypatch.setattr(nodes.kernels, "compute", compute)
     monkeypatch.setattr(nodes, "operator_for", lambda _, __, options: (nodes.OWN, options.causal is not None))
-    monkeypatch.setattr(nodes.launcher, "expect_node", lambda code, _: told.append(code))
+    monkeypatch.setattr(nodes.launcher, "expect_node", lambda code, *_: told.append(code))
     yield asked
     own._destroy()
     nodes.register_backward.cache_clear()
@@ -321,7 +321,7 @@ def test_a_warm_call_under_a_mask_asks_nothing_but_the_kernel(monkeypatch: pytes
     assert microsdpa.sdpa(query, key, value, attn_mask=mask).grad_fn is not None
     assert len(biases) == 4
     assert biases[2].shape == (1, 2, 8, 12)
-    assert said[2:] == [(PLAIN.code, mask)] * 2
+    assert said[2:] == [(PLAIN.code, mask, 1)] * 2
     # What the plan does not know: another scale, a gradient of the mask, bits that must be the same each time.
     assert nodes.recorded_masked(*warm, -0.5) is None
     assert nodes.recorded_masked(*warm[:3], torch.zeros(12).half().requires_grad_(), PLAIN.code, None) is None
@@ -331,6 +331,29 @@ def test_a_warm_call_under_a_mask_asks_nothing_but_the_kernel(monkeypatch: pytes
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(biases) == 4
+
+
+def test_a_call_under_a_mask_says_whose_gradient_its_bias_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of one shape may have gradients of both libraries: torch's wants numbers, this one's the mask itself."""
+    said: list[Any] = []
+    biases: list[Any] = []
+
+    def kernel(_: Any, q: Any, k: Any, v: Any, bias: Any, *__: Any, **___: Any) -> Any:
+        biases.append(bias)
+        return (q.clone(), *NOTHING[1:])
+
+    monkeypatch.setattr(nodes, "_masked", {})
+    monkeypatch.setattr(nodes, "calls", lambda: dict.fromkeys((nodes.CUDNN, nodes.OWN), (kernel, None)))
+    monkeypatch.setattr(nodes.launcher, "expect_node", lambda *call: said.append(call))
+    inputs = tuple(t.requires_grad_() for t in make(Case(1, 2, 8, 12, 16)))
+    hidden = torch.arange(12) < 9
+    for mask, operator in ((hidden, nodes.OWN), (hidden.half(), nodes.CUDNN)):
+        monkeypatch.setattr(nodes, "operator_for", lambda *_, operator=operator: (operator, True))
+        assert nodes.attend(inputs, MaskTensors(mask), PLAIN) is not None  # type: ignore[arg-type]
+        assert nodes.recorded_masked(*inputs, mask, PLAIN.code, None) is not None  # type: ignore[call-arg]
+    assert [call[2] for call in said] == [3, 3, 1, 1]
+    assert biases[0] is biases[1] is hidden
+    assert biases[2].shape == biases[3].shape == (1, 2, 8, 12)
 
 
 def test_a_warm_call_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +372,7 @@ def test_a_warm_call_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> N
     code = Options(causal="lower_right").code
     for _ in range(2):
         assert nodes.recorded(*inputs, True, code, None) is None
-    once = [(code, None), ("called", (0.0, True))]
+    once = [(code, None, 2), ("called", (0.0, True))]
     assert said == [*once, *once, "taken back"]
 
 

@@ -63,7 +63,7 @@ def test_what_is_wrong_with_a_call_comes_from_its_check(monkeypatch: pytest.Monk
 
 def test_what_cannot_be_said_of_a_call_is_refused() -> None:
     with pytest.raises(ValueError, match="expected at most 4 dimensions, got 5"):
-        launcher.expect_node(0, tensor((1, 1, 1, 2, 2), 0x100000))
+        launcher.expect_node(0, tensor((1, 1, 1, 2, 2), 0x100000), 1)
     with pytest.raises(ValueError, match="expected one below 64, got 64"):
         launcher.set_node_constants(64, 0, 0, 0, 0)
 

@@ -23,7 +23,7 @@ from microsdpa import reference
 from microsdpa.call.sequences import rounded_queries
 from microsdpa.evidence import compare, results, signatures, statistics, timing
 from microsdpa.evidence.expectation import Expectation
-from microsdpa.evidence.inputs import Case, dense_mask, documents, make, make_masks, masks_of
+from microsdpa.evidence.inputs import Case, Masking, dense_mask, documents, make, make_masks, masks_of
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.peers.ours import ARITHMETIC, QuantizedTensors
 from microsdpa.jit.signature import code_signature, signature
@@ -385,17 +385,19 @@ def training_doors() -> Iterator[Door]:
     """Inputs that require grad: the forward pass alone, and both passes."""
     yield Door("sdpa, requires grad", Side(_sdpa), PLAIN, graded=True, modes=("host",))
     yield Door("enable(), requires grad", ENABLED, PLAIN, graded=True, modes=("host",))
-    windowed = replace(HEADLINE, masks=("window",))
-    windowed_check = functools.partial(gradients, windowed)
-    yield Door(
-        "sdpa(window), forward and backward",
-        Side(_both_passes_of_window(windowed), check=windowed_check),
-        Side(_both_passes_of_mask(windowed), check=windowed_check),
-        windowed,
-        "kernels of this library in both passes",
-        graded=True,
-        direction="both",
-    )
+    own: tuple[tuple[str, Masking], ...] = (("window", "window"), ("document_ids", "documents"))
+    for name, masking in own:
+        masked = replace(HEADLINE, masks=(masking,))
+        masked_check = functools.partial(gradients, masked)
+        yield Door(
+            f"sdpa({name}), forward and backward",
+            Side(_both_passes_of(name, masked), check=masked_check),
+            Side(_both_passes_of_mask(masked), check=masked_check),
+            masked,
+            "kernels of this library in both passes",
+            graded=True,
+            direction="both",
+        )
     for case in TRAINED:
         # The host's part is that of the headline shape; others keep the GPU busy.
         modes = ("host", "eager") if case == HEADLINE else ("eager",)
@@ -412,13 +414,13 @@ def training_doors() -> Iterator[Door]:
         )
 
 
-def _both_passes_of_window(case: Case) -> Bind:
-    """Both passes of sdpa with a window: torch's backward passes have none, so that this library's runs."""
-    window = make_masks(case)["window"]
+def _both_passes_of(name: str, case: Case) -> Bind:
+    """Both passes of sdpa with a window or document ids: torch's backward passes have none of these."""
 
     def bind(tensors: Tensors) -> Call:
         factor = weight(tensors[0])
-        return lambda: torch.autograd.grad(microsdpa.sdpa(*tensors, window=window), tensors, factor)
+        given: Any = make_masks(case)["window"] if name == "window" else document_ids(case, tensors[0].device)
+        return lambda: torch.autograd.grad(microsdpa.sdpa(*tensors, **{name: given}), tensors, factor)
 
     return bind
 

@@ -31,7 +31,6 @@ from microsdpa.call.options import PLAIN_CODE, Options
 from microsdpa.call.tensors import is_aligned
 from microsdpa.execution import forward
 from microsdpa.execution import gradients as kernels
-from microsdpa.execution.gradients import problem_of
 from microsdpa.kernels import policy
 from microsdpa.kernels.problem import VECTOR_BYTES, Causal
 from microsdpa.kernels.spec import MAX_GRID_YZ
@@ -104,7 +103,7 @@ def recorded(
         return None
     told = code != _DEFAULTS[causal]
     if told:
-        launcher.expect_node(code, None)
+        launcher.expect_node(code, None, _NUMBERS[operator])
     try:
         # No tuple of arguments is made for both: it takes longer than the branch.
         if scale is not None:
@@ -144,7 +143,7 @@ def recorded_masked(
         return None
     call, keys = calls()[operator]
     bias = mask if operator is OWN else as_bias(mask, query, key)
-    launcher.expect_node(code, mask)
+    launcher.expect_node(code, mask, _NUMBERS[operator])
     try:
         return call(keys, query, key, value, bias, True, 0.0, False, scale=scale)[0]  # type: ignore[no-any-return]
     except RuntimeError:
@@ -192,7 +191,7 @@ def _allow(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) 
 
 def _call_told(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:
     """_call() whose kernel is told of the options and the mask; nothing of it is left for a later call."""
-    launcher.expect_node(options.code, masks.attn_mask)
+    launcher.expect_node(options.code, masks.attn_mask, _NUMBERS[operator])
     try:
         return _call(operator, inputs, masks, options)
     finally:
@@ -252,7 +251,7 @@ def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
     causal: Causal | None = "upper_left" if options.is_causal else options.causal
     mask = masks.attn_mask
     if mask is None or mask.dtype in OWN_MASKS:
-        problem = problem_of(inputs, causal, Masks(mask).kind_in_memory)
+        problem = kernels.problem_of(inputs, causal, Masks(mask).kind_in_memory)
         if OWN in calls() and options.code in _CAUSAL and policy.beats_torch_backward(problem):
             return OWN
         if mask is None and policy.is_worth_a_node(problem):

@@ -15,7 +15,8 @@ enum Node : std::int64_t { NO_NODE, CUDNN_NODE, FLASH_NODE, OWN_NODE };
 inline Node recorded_as(std::int64_t node) { return node == OWN_NODE ? CUDNN_NODE : static_cast<Node>(node); }
 
 // Launches the plan of a call. Gives None when there is none, or else what LseArgument gives for `lse`. With `node`,
-// which records the call, it must be a plan that this one was allowed for; whose gradient it has is left there.
+// which records the call, it must be a plan that this one was allowed for; whose gradient it has is left there. Under a
+// mask the node has the bias that one gradient wants: the plan must be allowed for that gradient.
 ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap,
                 Node* node = nullptr);
 

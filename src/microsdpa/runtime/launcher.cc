@@ -64,8 +64,12 @@ ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> s
   if (!factors.valid()) return nullptr;
   if (call.key.continues() && !continues_from(call, lse)) return nullptr;
   const std::shared_ptr<const Plan> plan = plan_of(call);
-  if (!plan || (node && recorded_as(plan->node) != *node)) return nullptr;
-  if (node) *node = static_cast<Node>(plan->node);
+  if (!plan) return nullptr;
+  if (node) {
+    const bool masked = arguments.tensors[MASK] != nullptr;
+    if ((masked ? static_cast<Node>(plan->node) : recorded_as(plan->node)) != *node) return nullptr;
+    *node = static_cast<Node>(plan->node);
+  }
   return execute(*plan, call, lse, factors);
 }
 

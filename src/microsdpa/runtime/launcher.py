@@ -99,7 +99,7 @@ None, of attn_mask, alibi_slopes and sinks.
 GRADIENT_ARGUMENTS = 21
 
 expect_node = _library.expect_node
-"""expect_node(options, attn_mask | None): what this thread's next call of a node's operator (nodes.py) asks for."""
+"""expect_node(options, attn_mask | None, number): what this thread's next call of a node (nodes.py) asks for."""
 
 expect_no_node = _library.expect_no_node
 """expect_no_node(): take that back, after a call that did not come to the operator's kernel."""

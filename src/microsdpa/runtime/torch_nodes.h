@@ -24,6 +24,7 @@ struct ExpectedCall {
   bool given = false;
   std::int64_t options = 0;
   bool masked = false;
+  Node node = NO_NODE;  // of a call with a mask
   DLTensor mask{};
   std::int64_t sizes[4], strides[4];
 };
@@ -92,6 +93,18 @@ inline void dense_strides(const DLTensor& like, std::int64_t (&strides)[4]) {
   for (int i = 3; i >= 0; --i) strides[order[i]] = stride, stride *= std::max<std::int64_t>(like.shape[order[i]], 1);
 }
 
+// Memory like that of an operand, in its memory order.
+inline OwnedTensor like(const TorchShim& torch, TorchTensor operand, const DLTensor& view) {
+  std::int64_t strides[4];
+  dense_strides(view, strides);
+  std::int32_t dtype;
+  OwnedTensor found;
+  TorchShim::check(torch.get_dtype(operand, &dtype), "get_dtype");
+  TorchShim::check(torch.empty_strided(4, view.shape, strides, dtype, TORCH_CUDA, view.device.device_id, found.place()),
+                   "allocating memory like an operand's");
+  return found;
+}
+
 // Runs `body` with torch's current stream of a device as the framework's: it is told to calls from Python only.
 class CurrentStream {
  public:
@@ -152,13 +165,7 @@ inline void attend_node(TorchValue* stack, NodeCall call, Node node, int lse_ran
   const NodeConstants* constants = on_gpu ? node_constants[q.device.device_id].load() : nullptr;
   if (!constants) return give_nothing(torch, stack);
 
-  OwnedTensor out, lse;
-  std::int64_t strides[4];
-  dense_strides(q, strides);
-  std::int32_t dtype;
-  TorchShim::check(torch.get_dtype(call.query.get(), &dtype), "get_dtype");
-  TorchShim::check(torch.empty_strided(4, q.shape, strides, dtype, TORCH_CUDA, q.device.device_id, out.place()),
-                   "allocating the output");
+  OwnedTensor out = like(torch, call.query.get(), q), lse;
   const std::int64_t sizes[] = {q.shape[0], q.shape[1], q.shape[2], 1};
   const std::int64_t dense[] = {sizes[1] * sizes[2], sizes[2], 1, 1};
   TorchShim::check(
@@ -176,6 +183,7 @@ inline void attend_node(TorchValue* stack, NodeCall call, Node node, int lse_ran
   if (expected.masked) {
     mask.shape = const_cast<std::int64_t*>(expected.sizes), mask.strides = const_cast<std::int64_t*>(expected.strides);
     arguments.tensors[MASK] = &mask;
+    node = expected.node;
   }
   CurrentStream current(torch, q.device);
   const ffi::Any launched = attend(arguments, ffi::AnyView(&sums.tensor), call.scale, {}, &node);
@@ -192,7 +200,7 @@ inline void attend_node(TorchValue* stack, NodeCall call, Node node, int lse_ran
   for (int i = 0; i < 3; ++i) TorchShim::check(torch.new_handle(shared[i], held[i].place()), "new_tensor_handle");
   stack[0] = value_of(out.release()), stack[1] = value_of(lse.release());
   stack[2] = value_of(absent[0].release()), stack[3] = value_of(absent[1].release());
-  stack[4] = static_cast<TorchValue>(own ? options : q.shape[2]),
+  stack[4] = static_cast<TorchValue>(own ? options : q.shape[2]);
   stack[5] = static_cast<TorchValue>(key.tensor.shape[2]);
   for (int i = 0; i < 3; ++i) stack[6 + i] = value_of(held[i].release());
 }
@@ -218,18 +226,6 @@ inline void flash_node(TorchValue* stack, std::uint64_t, std::uint64_t) {
 
 constexpr char CUDNN_BACKWARD[] = "_scaled_dot_product_cudnn_attention_backward";
 
-// Memory for the gradient of an operand, in its memory order.
-inline OwnedTensor like(const TorchShim& torch, TorchTensor operand, const DLTensor& view) {
-  std::int64_t strides[4];
-  dense_strides(view, strides);
-  std::int32_t dtype;
-  OwnedTensor found;
-  TorchShim::check(torch.get_dtype(operand, &dtype), "get_dtype");
-  TorchShim::check(torch.empty_strided(4, view.shape, strides, dtype, TORCH_CUDA, view.device.device_id, found.place()),
-                   "allocating a gradient");
-  return found;
-}
-
 // Places in the arguments of _scaled_dot_product_cudnn_attention_backward.
 enum BackwardArgument { GIVEN_LSE = 5, GIVEN_STATE, GIVEN_BIAS = 8, GIVEN_CODE = 11, GIVEN_SCALE = 15 };
 
@@ -251,8 +247,8 @@ inline bool differentiate_node(const TorchShim& torch, const TorchValue* stack, 
   const TorchView value(torch, tensor_of(stack[3])), out(torch, tensor_of(stack[4]));
   const TorchView lse(torch, tensor_of(stack[GIVEN_LSE]));
   const DLTensor& dense = lse.tensor;
-  if (dense.ndim != 4 || grad.tensor.ndim != 4 || (grad.tensor.strides[3] != 1 && grad.tensor.shape[3] > 1))
-    return false;
+  if (dense.ndim != 4 || grad.tensor.ndim != 4) return false;
+  if (grad.tensor.strides[3] != 1 && grad.tensor.shape[3] > 1) return false;
   if (dense.strides[2] != 1 || dense.strides[1] != dense.shape[2]) return false;
   if (dense.strides[0] != dense.shape[1] * dense.shape[2]) return false;
   arguments.tensors[QUERY] = &query.tensor, arguments.tensors[KEY] = &key.tensor;
@@ -336,7 +332,7 @@ inline bool register_nodes(ffi::String key, Optional<ffi::String> cudnn, Optiona
   return true;
 }
 
-// Sets up a device: addresses of two random numbers and of one, in its memory, which the caller keeps for ever, and a
+// Sets up a device: addresses of two random numbers and of one, in its memory, which the caller keeps for ever, and
 // handles of the sparse tensors of NodeConstants, or 0, which become this library's.
 inline void set_node_constants(std::int64_t device, std::int64_t state, std::int64_t scalar, std::int64_t own,
                                std::int64_t unplanned) {
@@ -362,10 +358,11 @@ inline void set_node_constants(std::int64_t device, std::int64_t state, std::int
   });
 }
 
-// Says what the next call of this thread asks for: the code of its options, and its mask of at most four dimensions.
-inline void expect_node(std::int64_t options, ffi::AnyView mask) {
+// Says what the next call of this thread asks for: the code of its options, its mask of at most four dimensions, and
+// the node that is to have its gradient.
+inline void expect_node(std::int64_t options, ffi::AnyView mask, std::int64_t node) {
   ExpectedCall call;
-  call.given = true, call.options = options;
+  call.given = true, call.options = options, call.node = static_cast<Node>(node);
   if (const DLTensor* tensor = optional_tensor(mask)) {
     TVM_FFI_CHECK(tensor->ndim <= 4, ValueError) << "mask: expected at most 4 dimensions, got " << tensor->ndim;
     call.masked = true, call.mask = *tensor;

@@ -1,9 +1,9 @@
 // Gradients of calls that fill the chip: five products, where a kernel without sums in global memory has seven.
 //
 // With P = 2^(scale S - LSE) and dS = P (dP - delta), where dP = dO V^T: dV = P^T dO, dK = scale dS^T Q, dQ = scale dS
-// K. A CTA owns BLOCK_N = 128 keys of a key head, and walks over the queries of all of its query heads, BLOCK_M at a
-// time. Roles: one warp of the first warpgroup issues the loads, two add sums of dQ to global memory; each of the two
-// other warpgroups, the consumers, has 64 keys. Pipeline:
+// K. A CTA owns BLOCK_N = 128 keys of a key head, and walks over the tiles of BLOCK_M queries, of all of its query
+// heads, that see some of these. Roles: one warp of the first warpgroup issues the loads, two add sums of dQ to global
+// memory; each of the two other warpgroups, the consumers, has 64 keys. Pipeline:
 //   1. TMA brings K and V once, and fills rings of Q with LSE and delta, and of dO
 //   2. S^T = K Q^T and dP^T = V dO^T; P^T and dS^T stay in registers, as A operands of dV and dK
 //   3. dS^T also goes to shared memory: a turn later each consumer makes a part of the tile's dQ, of all keys
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // a seed was drawn ahead
+    if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // lanes read what was made ahead
     constexpr int FIRST = C::part_columns(0), SECOND = C::part_columns(1);
     if constexpr (FIRST == SECOND) {
       consume<FIRST>(shared, params.forward, walk, warpgroup - 1, Drop(given), grad_key, grad_value);

@@ -56,14 +56,14 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     }
   } else if (warpgroup == 1) {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // a seed was drawn ahead
+    if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // lanes read what was made ahead
     ValueConsumer<C, M, IN_ORDER, Drop> consumer(shared, params.forward, walk, 0, Drop(given));
     consumer.run();
     grid_dependency_wait();
     consumer.finish(grad_value);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // a seed was drawn ahead
+    if constexpr (Drop::ANY || M::ALIBI || M::HIDES_KEYS) grid_dependency_wait();  // lanes read what was made ahead
     KeyConsumer<C, M, IN_ORDER, Drop> consumer(shared, params.forward, walk, 1, Drop(given));
     consumer.run();
     grid_dependency_wait();
